@@ -13,6 +13,7 @@ another framework, only the model and the optimizer are compared.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -382,3 +383,21 @@ def resuming_flags(config: Config) -> list[str]:
     repeated key is used.
     """
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]
+
+
+def resume_hint(config: Config, words: list[str] | None) -> str:
+    """Returns how to resume a run, for messages about its end.
+
+    Args:
+        config: the resolved configuration of the run.
+        words: the command that resumes, if it is not the run's own command. This is the case if a
+            Hugging Face folder defined the model, because then the run's command line has no flags
+            for the model, and the command that resumes reads the run's config.toml.
+    """
+    newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
+    if newest is None:
+        return "no checkpoint was saved yet (--checkpoint.every N saves while the run trains; SIGTERM saves before it ends)"
+    more = resuming_flags(config)
+    if words is not None:
+        return f"{shlex.join([*words, *more])} resumes from {newest}"
+    return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"

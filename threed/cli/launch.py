@@ -16,12 +16,11 @@ import platform
 import shlex
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
-from threed.checkpoint.resuming import after_restart, candidates, compare, resuming_flags
+from threed.checkpoint.resuming import after_restart, candidates, compare, resume_hint
 from threed.config import Config, ConfigError
 from threed.config.arguments import Options, format_problems, help_text, load
 from threed.config.checks import check_vocab
@@ -146,7 +145,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     # after these measurements.
     if config.parallel.partition == "measured":
         forecast = None
-    code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
+    code = _exit_code(config, data, command, words, forecast)
     try:
         collectives.leave(code)
     except RuntimeError:  # rank 0 failed after the last step, and has reported the error
@@ -154,17 +153,24 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     return code
 
 
-def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
-    """Runs the training and returns this rank's exit code; if it ends early, reports the reason."""
+def _exit_code(
+    config: Config, data: Data, command: list[str], words: list[str] | None, forecast: Forecast | None
+) -> int:  # fmt: skip
+    """Trains and returns this rank's exit code; if the training ends early, reports the reason.
+
+    Args:
+        config, data, command, forecast: see `_train`.
+        words: see `resume_hint`.
+    """
     try:
-        run()
+        _train(config, data, command, forecast)
     except LostContact:  # the death of the other rank is already reported
         return 1
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_resume_hint(config, words)) from None
+        raise KeyboardInterrupt(resume_hint(config, words)) from None
     except tuple(ENDINGS) as error:
         code, resumable = next(e for kind, e in ENDINGS.items() if isinstance(error, kind))
-        more = f"; {_resume_hint(config, words)}" if resumable else ""
+        more = f"; {resume_hint(config, words)}" if resumable else ""
         return refuse(f"threed: {error}{more}", code)
     except SwapError as error:  # the offload drive of this rank failed
         return refuse(f"threed: {error}", shared=False)
@@ -213,18 +219,6 @@ def _resume_words(config: Config, options: Options) -> list[str]:
     """Returns the flags that resume a run that started from a Hugging Face folder."""
     arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
-
-
-def _resume_hint(config: Config, words: list[str] | None) -> str:
-    newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
-    if newest is None:
-        return "no checkpoint was saved yet (--checkpoint.every N saves while the run trains; SIGTERM saves before it ends)"
-    more = resuming_flags(config)
-    # With `words`, a Hugging Face folder defined the model. The original command line has no flags
-    # for the model, so the command that resumes reads the run's config.toml.
-    if words is not None:
-        return f"{shlex.join([*words, *more])} resumes from {newest}"
-    return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
 def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:

@@ -28,6 +28,7 @@ from typing import Any, get_args
 from threed.config import files
 from threed.config.checks import find_problems, find_unused
 from threed.config.files import PRESETS as PRESETS
+from threed.config.files import Topologies
 from threed.config.groups import Config, ConfigError, key_name, python_name
 from threed.config.renames import Renames
 from threed.config.schema import (
@@ -39,10 +40,10 @@ from threed.config.schema import (
     written,
 )
 from threed.config.suggestions import suggest
-from threed.config.topologies import Topologies, choose_sizes, explain_sizes, read_topologies
+from threed.config.topologies import choose_sizes, explain_sizes
 from threed.config.values import MOST_RANKS, Takes
 from threed.core.messages import counted, did_you_mean
-from threed.core.parse import ParseError, plain
+from threed.core.parse import plain
 from threed.core.source import find_model, names_model
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -290,33 +291,21 @@ class _Draft:
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
         """Sets the values of the preset or TOML file. Returns its path, or None."""
-        source, problem = files.find(given.get("preset"), given.get("config"), presets)
-        self.problems += [problem] if problem else []
-        self.complete = not problem
-        if source is not None:
-            self._read_toml(source)
-            if self.value("run", "name") is None:
-                self.put("run", "name", source.stem, str(source))
-        return source
-
-    def _read_toml(self, path: Path) -> None:
-        try:
-            tables = files.read(path)
-        except ParseError as error:
-            self.problems.append(str(error))
-            self.complete = False
-            return
-        self.topologies, problems = read_topologies(tables.pop("topology", {}))
-        self.problems += [f"{path}: {problem}" for problem in problems]
-        for group, keys in tables.items():
+        file = files.read(given.get("preset"), given.get("config"), presets)
+        self.problems += file.problems
+        self.complete, self.topologies, source = file.complete, file.topologies, str(file.path)
+        for group, keys in file.tables.items():
             if isinstance(keys, dict):
-                self._put_table(path, group, keys)
+                self._put_table(source, group, keys)
             else:
                 self.problems.append(
-                    f"{path}: {group} is outside any group; put it under one, such as [train]"
+                    f"{source}: {group} is outside any group; put it under one, such as [train]"
                 )
+        if file.path is not None and self.value("run", "name") is None:
+            self.put("run", "name", file.path.stem, source)
+        return file.path
 
-    def _put_table(self, path: Path, group: str, keys: Mapping[str, Any]) -> None:
+    def _put_table(self, path: str, group: str, keys: Mapping[str, Any]) -> None:
         if not keys and python_name(group) not in GROUPS:
             hint = did_you_mean(group, *GROUPS)
             self.problems.append(f"{path}: [{plain(group)}]: no such group{hint}; --help lists all")
@@ -326,7 +315,7 @@ class _Draft:
                 self.problems.append(
                     f"{path}: {group} has both {spellings[0]} and {key}, which are one key; remove one"
                 )
-            self.put(group, key, value, str(path))
+            self.put(group, key, value, path)
 
     def put_topology(self, source: Path | None, ranks: int | None) -> str:
         """Sets the values of the file's table [topology.N] for N = `ranks`, if it has one.
@@ -337,7 +326,7 @@ class _Draft:
         if source is None or ranks is None or not self.topologies:
             return ""
         for group, keys in self.topologies.get(str(ranks), {}).items():
-            self._put_table(source, group, keys)
+            self._put_table(str(source), group, keys)
         known = ", ".join(sorted(self.topologies, key=int))
         notice = f"topology   {source.stem} has none for {ranks} ranks, only for {known}: its other keys apply"
         return "" if str(ranks) in self.topologies else notice
