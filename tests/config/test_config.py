@@ -186,7 +186,7 @@ def test_forms_of_values() -> None:
 
 def test_options_of_the_program() -> None:
     _, options = load(["--dry-run", "--world-size", "8", "--parallel.tp", "2"])
-    assert (options.dry_run, options.world_size, options.help) == (True, 8, False)
+    assert (options.dry_run, options.world_size, options.help) == (True, 8, "")
     config, options = load(["--nonsense", "--help"], defaults={"model": {"arch": "llama"}})
     assert options.help
     assert config.model.arch == "llama"

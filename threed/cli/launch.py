@@ -22,7 +22,7 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import after_restart, candidates, compare, resume_hint
 from threed.config import Config, ConfigError
-from threed.config.arguments import Options, format_problems, help_text, load
+from threed.config.arguments import Options, format_problems, load
 from threed.config.checks import check_vocab
 from threed.config.renames import report_renames
 from threed.config.resolution import resolve
@@ -105,14 +105,14 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     try:
         ranks = join()
         config, options = load(
-            flags, defaults=defaults, world_size=ranks.world,
+            flags, prog=prog, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
             # One rank per machine checks the folder.
             begin=functools.partial(pretrained.find, check=_local_rank() == 0),
         )  # fmt: skip
         if options.help:
-            return _print_once(help_text(config, prog))
+            return _print_once(options.help)
         report_renames(options.notes)
         _check_arch(config, options, arch, prog, named)
         world = options.world_size or ranks.world

@@ -40,7 +40,7 @@ from threed.config.schema import (
     written,
 )
 from threed.config.suggestions import suggest
-from threed.config.topologies import choose_sizes, explain_sizes
+from threed.config.topologies import choose_sizes
 from threed.config.values import MOST_RANKS, Takes
 from threed.core.messages import counted, did_you_mean
 from threed.core.parse import plain
@@ -66,19 +66,19 @@ class Options:
         dry_run: whether to check the configuration and print a report, but not train.
         world_size: the value of `--world-size`; None without this flag.
         gpu: the value of `--gpu`, the GPU that a dry run assumes; None without this flag.
-        help: whether `--help` was given.
+        help: the text of `--help` if it was given, otherwise empty.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the run starts from a folder of pretrained weights that defines the
             model.
         notes: a line per renamed key in use, with the old and the new spelling.
         notice: lines for the user if the preset or file has topologies, but none for the number of
-            ranks, or if several pipeline ranks were chosen (`explain_sizes`); otherwise empty.
+            ranks, or if several pipeline ranks were chosen (`choose_sizes`); otherwise empty.
     """
 
     dry_run: bool = False
     world_size: int | None = None
     gpu: str | None = None
-    help: bool = False
+    help: str = ""
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
     notes: tuple[str, ...] = ()
@@ -88,8 +88,10 @@ class Options:
 def load(
     argv: list[str],
     *,
+    prog: str = "",
+    about: str = "",
     defaults: Groups | None = None,
-    presets: Path = PRESETS,
+    presets: Path | None = PRESETS,
     begin: Callable[[Config], Groups] = lambda config: {},
     world_size: int | None = None,
     local_world: int | None = None,
@@ -102,8 +104,9 @@ def load(
 
     Args:
         argv: command line without the program's name.
+        prog, about: see `help_text`.
         defaults: the program's defaults, {group: {key: value}}.
-        presets: folder with a TOML file per preset; by default, the package's folder.
+        presets: folder with a TOML file per preset; None for a custom program without presets.
         begin: function that returns the values of the folder of pretrained weights that the run
             starts from, or {} without such a folder. These values override the preset or file,
             except `seq`, `dropout` and `tokenizer`. A flag that contradicts the folder's model is a
@@ -129,7 +132,8 @@ def load(
         for key, value in keys.items():
             draft.put(group, key, value, PROGRAM)
     if "--help" in argv or "-h" in argv:
-        return draft.validate(), Options(help=True)
+        config = draft.validate()
+        return config, Options(help=help_text(config, prog, about=about, custom=presets is None))
     given = draft.split(argv)
     source = draft.read_file(given, presets)
     asked = draft.world_size(given)
@@ -145,12 +149,11 @@ def load(
     draft.find_custom_model(config)
     chooses = choose_topology and machines is None and ("parallel", "pp") not in draft.sources
     if chooses and (ranks := asked or world_size):
-        config = choose_sizes(config, ranks)
-        notice = "\n".join(filter(None, (notice, explain_sizes(config, ranks))))
+        config, why = choose_sizes(config, ranks)
+        notice = "\n".join(filter(None, (notice, why)))
     flags = frozenset(map(renames.current_name, given))
-    notes = tuple(dict.fromkeys(draft.notes))
     options = Options(
-        "dry_run" in flags, asked, given.get("gpu"), False, flags, "model" in found, notes, notice
+        "dry_run" in flags, asked, given.get("gpu"), "", flags, "model" in found, tuple(dict.fromkeys(draft.notes)), notice
     )  # fmt: skip
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
@@ -289,7 +292,7 @@ class _Draft:
             # must not use the `run.dir` in that file, because it is the folder of the earlier run.
             self.values["run"].pop("dir", None)
 
-    def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
+    def read_file(self, given: Mapping[str, Any], presets: Path | None) -> Path | None:
         """Sets the values of the preset or TOML file. Returns its path, or None."""
         file = files.read(given.get("preset"), given.get("config"), presets)
         self.problems += file.problems

@@ -28,9 +28,9 @@ TOPOLOGY_GROUPS = ("parallel", "zero", "recompute")
 Topologies = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
-def preset_names(presets: Path) -> list[str]:
-    """Returns the names of all presets in a folder, sorted."""
-    return sorted(path.stem for path in presets.glob("*.toml"))
+def preset_names(presets: Path | None) -> list[str]:
+    """Returns the names of all presets in a folder, sorted; none without a folder."""
+    return [] if presets is None else sorted(path.stem for path in presets.glob("*.toml"))
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class ConfigFile:
     complete: bool = True
 
 
-def read(preset: str | None, path: str | None, presets: Path) -> ConfigFile:
+def read(preset: str | None, path: str | None, presets: Path | None) -> ConfigFile:
     """Reads the TOML file that a command line names.
 
     Args:
         preset: the value of `--preset`; None without this flag.
         path: the value of `--config`; None without this flag.
-        presets: folder with a TOML file per preset.
+        presets: folder with a TOML file per preset; None without presets.
     """
     source, problem = _find(preset, path, presets)
     if source is None:
@@ -74,7 +74,7 @@ def read(preset: str | None, path: str | None, presets: Path) -> ConfigFile:
     return ConfigFile(source, tables, topologies, [f"{source}: {text}" for text in problems])
 
 
-def _find(preset: str | None, path: str | None, presets: Path) -> tuple[Path | None, str]:
+def _find(preset: str | None, path: str | None, presets: Path | None) -> tuple[Path | None, str]:
     """Returns the path of the file, or None if none is named or found; and a problem, or ""."""
     if preset is not None and path is not None:
         return None, "--preset and --config together: give one, and the differences as flags"
@@ -84,7 +84,7 @@ def _find(preset: str | None, path: str | None, presets: Path) -> tuple[Path | N
         return (None, f"--config {path}: {problem}") if problem else (Path(path).expanduser(), "")
     if preset is None:
         return None, ""
-    if preset not in preset_names(presets):
+    if presets is None or preset not in preset_names(presets):
         return None, f"--preset {preset}: no such preset; there are {names}"
     return presets / f"{preset}.toml", ""
 

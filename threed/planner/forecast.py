@@ -350,32 +350,26 @@ class Forecast:
         batches = counted(self.microbatches, "micro-batch")
         sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in (*AXES, EXPERTS)}
         sent = " + ".join(f"{axis} {_gib(size)}" for axis, size in sends.items() if size)
+        division = self.division
+        parts = () if division is None else (division.text(), *division.notices)
         lines = [
             f"model      {self.model}, {self._parameters_text()}, {c.precision.dtype}",
             f"states     {self.states}{_ways_text(c, self.ways)}",
-            *([f"versions   {_VERSIONS}"] if registry.is_asynchronous(c.parallel.schedule) else []),
+            f"versions   {_VERSIONS}" if registry.is_asynchronous(c.parallel.schedule) else "",
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {batches} per data rank",
-            *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),
+            f"time       {self._time_text(self.seconds)}" if self.seconds else "",
             *([] if self.time is None else self.time.lines()),
-            *(
-                [f"time       not modelled: {', '.join(self.unmodelled)}"]
-                if self.unmodelled
-                else []
-            ),
+            f"time       not modelled: {', '.join(self.unmodelled)}" if self.unmodelled else "",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
-            *([f"partition  {self.division.text()}"] if self.division else []),
-            *(
-                f"partition  {notice}"
-                for notice in (self.division.notices if self.division else ())
-            ),
-            *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
-            *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
-            *([f"memory     {self.note}"] if self.note else []),
-            *([f"traffic    up to {sent} GiB sent per rank and step"] if sent else []),
+            *(f"partition  {text}" for text in parts),
+            f"order      {_order_text(self.microbatches)}" if c.zero.order == "layer" else "",
+            f"recompute  {_recompute_text(c)}" if c.recompute.mode != "none" else "",
+            f"memory     {self.note}" if self.note else "",
+            f"traffic    up to {sent} GiB sent per rank and step" if sent else "",
             *_lines(self.ranks),
         ]
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     def _parameters_text(self) -> str:
         text = f"{self.parameters / 1e6:.2f} M parameters"
