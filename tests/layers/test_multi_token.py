@@ -168,7 +168,8 @@ def train(start: Start, kind: Kind, place: Place) -> tuple[Trained, list[float]]
     """Trains, and returns what `mtp_reference.train_plainly` does. Collective."""
     engine, main, norms, further = engine_of(start, place), [], [], []
     for step in range(STEPS):
-        with casts(torch.float64):  # the rotary tables of both are in fp64
+        # the rotary tables of both are in fp64; they are computed in the first step
+        with casts(torch.float64 if step == 0 else torch.float32):
             metrics = engine.step(share(engine, kind, step))
         main.append(float(metrics.loss))
         norms.append(float(metrics.grad_norm))
