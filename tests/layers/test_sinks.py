@@ -217,6 +217,7 @@ def compiled_layers_are_the_same(model: str, blocks: int) -> bool:
     return plain == traced and all(torch.equal(weights[name], others[name]) for name in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "blocks"),
     [
@@ -323,6 +324,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
 # --------------------------------------------------------------- forecast, parameter, refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "groups"),
     [

@@ -106,6 +106,7 @@ def test_schedules_shared_heads_and_torn_layouts() -> None:
     run_ranks(2, train_everywhere, alone(NAME), train(NAME, configuration(1, **ONE_KEY_HEAD)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, pytest.param(3, marks=pytest.mark.grid)])
 def test_compiled_layers_give_the_same(blocks: int) -> None:
     """Through the backend without code generation: the graph, its operators and their backward."""
