@@ -5,6 +5,7 @@ cases = space.covering(seed=0)        # contain every pair of values
 cases = space.touching(seed=0)        # contain every value; for tests whose pairs other tests cover
 
 @pytest.mark.parametrize(("shape", "bias"), in_turns(3, SHAPES, (False, True)))    # a third of all runs always
+@pytest.mark.parametrize(("shape", "bias"), some_always(CASES, 3))                 # a third of listed cases always
 """
 
 from __future__ import annotations
@@ -38,6 +39,23 @@ def in_turns(step: int, *options: Sequence[object]) -> list[Any]:
         assert all(value in seen for value in values), f"choose another step than {step}"
     marks = [() if number % step == 0 else pytest.mark.grid for number in range(len(every))]
     return [pytest.param(*values, marks=mark) for values, mark in zip(every, marks, strict=True)]
+
+
+def some_always(cases: Sequence[tuple[Any, ...]], step: int) -> list[Any]:
+    """Returns cases as parameters of a test: some run always, the others only with the grid.
+
+    Always run every `step`-th case, and each further case with a value that no earlier one of them has.
+    """
+    always = set(range(0, len(cases), step))
+    seen = {pair for number in always for pair in enumerate(cases[number])}
+    for number, case in enumerate(cases):
+        if not seen.issuperset(enumerate(case)):
+            always.add(number)
+            seen.update(enumerate(case))
+    return [
+        pytest.param(*case, marks=() if number in always else pytest.mark.grid)
+        for number, case in enumerate(cases)
+    ]
 
 
 @dataclass(frozen=True)

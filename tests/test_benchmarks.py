@@ -155,7 +155,10 @@ def test_engines_of_the_zero_suite_train_the_same_thing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("name", ["offload-cpu-2-dp2", "offload-nvme-3-all-bf16-dp1"])
+@pytest.mark.parametrize(
+    "name",
+    ["offload-cpu-2-dp2", pytest.param("offload-nvme-3-all-bf16-dp1", marks=pytest.mark.grid)],
+)
 def test_engines_of_the_offload_suites_train_the_same_thing(name: str) -> None:
     names = [engine for engine in SUITES[name].engines if not engine.startswith("deepspeed")]
     (record,) = run.run_suite(name, options(only=names))
@@ -164,7 +167,7 @@ def test_engines_of_the_offload_suites_train_the_same_thing(name: str) -> None:
         assert 0 < found["update_ms"] < found["step_ms"], engine
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.usefixtures("warm")
 def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
     chosen = options(only=["wrapped_zero3_nvme"], quick=False, folder=tmp_path, preset="small")
@@ -268,6 +271,7 @@ def test_memory_and_bytes_of_one_engine() -> None:
     assert len({line.count("|") for line in run.tables([record]).splitlines() if line}) == 1
 
 
+@pytest.mark.grid
 def test_a_comparison_does_not_wait_for_ranks_that_have_died(tmp_path: Path) -> None:
     """They die because there is no such preset."""
     args = argparse.Namespace(preset="none", batch=2, microbatches=1, steps=1, settle=False)

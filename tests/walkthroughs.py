@@ -72,15 +72,14 @@ CONFIG = Walkthrough(
         Step("threed.trainer:start_engine", "builds process groups, model and engine"),
         Step("threed.distributed.topology:Topology", "creates the axes and their process groups"),
         Step(
-            "threed.interop.loading:build_engine",
-            "builds the model and its engine",
+            "threed.models:build",
+            "creates the layers of the architecture on the meta device",
             by="start_engine",
         ),
-        Step("threed.models:build", "creates the layers of the architecture on the meta device"),
         Step(
             "threed.engine.base:Engine",
             "combines model, topology and configuration",
-            by="build_engine",
+            by="start_engine",
         ),
         Step("threed.engine.base:Engine._build", "builds all parts of the engine"),
         Step("threed.planner.build:draw", "checks that the model is equal on all ranks"),

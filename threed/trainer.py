@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threed import models
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import compare
-from threed.checkpoint.retention import Retention, candidates, job_name
+from threed.checkpoint.resuming import candidates, compare, job_name
+from threed.checkpoint.retention import Retention
 from threed.config import Config, ConfigError
 from threed.config.arguments import format_problems, to_toml
 from threed.config.checks import find_problems
@@ -36,7 +37,7 @@ from threed.distributed.launcher import world_size
 from threed.distributed.topology import TIMEOUT, Topology
 from threed.engine import Engine, StepMetrics
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.interop.loading import build_engine
+from threed.layers import Slicing
 from threed.models import Decoder, Wrapped
 from threed.monitor import Monitor
 from threed.planner.forecast import Forecast
@@ -154,16 +155,15 @@ class Trainer:
             threed.Trainer.from_config(config, MyModel).run()
         """
         world = world_size()
-        try:
-            if model is not None:
+        if model is not None:
+            try:
                 arch = {"arch": name_of(model)}
-                config = config.model_copy(update={"model": config.model.model_copy(update=arch)})
-            if problems := find_problems(config, world):
-                raise ConfigError(problems)
-            data = open_configured(config)
-        except (ValueError, OSError) as error:
-            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-            raise ConfigError(problems) from None
+            except ValueError as error:
+                raise ConfigError([str(error)]) from None
+            config = config.model_copy(update={"model": config.model.model_copy(update=arch)})
+        if problems := find_problems(config, world):
+            raise ConfigError(problems)
+        data = open_configured(config)
         engine = start_engine(resolve(config, data.vocab, world))
         try:
             return cls(engine, data, callbacks=callbacks)
@@ -327,13 +327,16 @@ def open_configured(config: Config) -> Data:
     """Opens the data of a configuration.
 
     Raises:
-        ValueError, OSError: if the data cannot be read.
+        ConfigError: if the data cannot be read.
     """
     d = config.data
-    return open_data(
-        d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
-        bos=d.bos, special_tokens=d.special_tokens, packing=d.packing,
-    )  # fmt: skip
+    try:
+        return open_data(
+            d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
+            bos=d.bos, special_tokens=d.special_tokens, packing=d.packing,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        raise ConfigError([str(error)]) from None
 
 
 def start_engine(config: Config) -> Engine:
@@ -346,7 +349,7 @@ def start_engine(config: Config) -> Engine:
     # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a
     # checkpoint or ends.
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-    engine = build_engine(config, topology)
+    engine = Engine(models.build(config.model, Slicing.of(topology, config)), topology, config)
     if engine.wraps_module:
         # The module's dropout uses torch's generator, and dropout masks must differ between ranks.
         torch.manual_seed(config.train.seed + topology.rank)

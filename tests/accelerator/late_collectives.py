@@ -73,6 +73,7 @@ class Communication:
 
         def start() -> None:
             running.append(self.threads.submit(begin(*given, group=group, **keywords).wait))
+            running[0].add_done_callback(lambda _: self.streams.ended.set())
             self.streams.elsewhere += 1
 
         def end() -> bool:

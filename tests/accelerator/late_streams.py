@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,6 +167,7 @@ class Streams:
         self.names: dict[Any, Stream] = {}
         self.order: list[Stream] = []
         self.elsewhere = 0  # work that other threads do now
+        self.ended = threading.Event()  # set when a thread has ended its work
         self.current = self.named("main")
 
     def named(self, *name: Any) -> Stream:
@@ -194,6 +194,7 @@ class Streams:
         """Runs the queues until an event comes."""
         with self._running():
             while not event.reached:
+                self.ended.clear()
                 if not self.turn():
                     if not self.elsewhere:
                         heads = "; ".join(
@@ -202,7 +203,7 @@ class Streams:
                             if stream.queue
                         )
                         raise LateError(f"streams wait for one another: {heads}")
-                    time.sleep(1e-4)
+                    self.ended.wait(1.0)
 
     def get_on(self) -> None:
         """Runs some entries, or none."""

@@ -23,7 +23,7 @@ from threed.schedules.deadlock_check import validate
 from threed.schedules.double_buffered import drain, first
 from threed.schedules.simulation import Costs
 
-CASES, ALL = 400, 10_000
+CASES, ALL = 200, 10_000
 QUEUES = (0, 8, 8, 4, 1)  # CUDA has 8 by default; 0: one per stream
 NAMES = schedules.available()
 Plant = Callable[[ExitStack], None]

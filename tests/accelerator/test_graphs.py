@@ -108,7 +108,13 @@ def captured(built: Any = None, steps: int = 5, **changes: Any) -> Pretend:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model": "llama"}, {"model": "llama-mtp"}, {"dropout": 0.1}, {"zero": 0}],
+    [
+        {},
+        {"model": "llama", "layers": 1},
+        {"model": "llama-mtp", "layers": 1},
+        {"dropout": 0.1, "layers": 1},
+        {"zero": 0, "layers": 1},
+    ],
     ids=str,
 )
 def test_a_capture_makes_no_call_that_cuda_does_not_permit(changes: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ from threed.memory import tiers
 from threed.ops import adam, attention, fused_cpu, matmul
 from threed.pipeline import batches
 from threed.testing import RanksFailed, Results, results_of
+from threed.testing.ranks import note
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.reduction_stream import ReductionStream
 from threed.zero.step_metrics import DataError
@@ -159,7 +160,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Only with the grid, because other cases contain the same transfers: delayed updates of ZeRO 1 and 3, "both on the host,
+# bf16", "the same, layer by layer", and the cases of FAULTS, which also train without a fault (`right`).
+OCCUR_IN_OTHERS = {
+    "optimizer on the host, ZeRO 1",
+    "optimizer on the host, ZeRO 3",
+    "everything on a drive",
+    "recompute from the host",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.grid if name in OCCUR_IN_OTHERS else ())
+        for name in CASES
+    ],
+)
 def test_training_is_the_same(name: str) -> None:
     check(config_of(CASES[name]), range(1))
 
@@ -242,6 +259,7 @@ def collectives_are_not_waited_for(stack: ExitStack) -> None:
 GATHERER = "threed.zero.gather:Gatherer"
 STORE = "threed.pipeline.activation_checkpointing:ActivationStore"
 DEEP = {"layers": 6}  # else there are buffers enough
+FAULTY_STEPS = 1  # of one process; the first step shows each of FAULTS in every order but one
 FAULTS: list[tuple[Plant, Case]] = [
     (Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"), Case(**OFFLOADED)),
     (Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"), Case(recompute="cpu")),
@@ -313,11 +331,21 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
 ]
 
 
-def in_turns(faults: Sequence[tuple[Plant, Case]]) -> list[Any]:
-    """Parameters: the first fault of each function always, further ones of the same function with the grid."""
-    found, known = [], set[object]()
+def function_of(plant: Plant) -> object:
+    """The function into which a fault is planted."""
+    return (plant.owner, plant.name) if isinstance(plant, Changed) else plant
+
+
+def in_turns(
+    faults: Sequence[tuple[Plant, Case]], others: Sequence[tuple[Plant, Case]] = ()
+) -> list[Any]:
+    """Parameters: the first fault of each function always, further ones of the same function with the grid.
+
+    A function with a fault in `others` has no first one.
+    """
+    found, known = [], {function_of(plant) for plant, _ in others}
     for plant, case in faults:
-        where = (plant.owner, plant.name) if isinstance(plant, Changed) else plant
+        where = function_of(plant)
         found.append(pytest.param(plant, case, marks=pytest.mark.grid if where in known else ()))
         known.add(where)
     return found
@@ -340,7 +368,7 @@ def found(config: Config, want: Results, seed: int, plant: Plant = nothing) -> s
     try:
         with late(seed), ExitStack() as stack:
             plant(stack)
-            return ", ".join(differences(train(config), want)[:3])
+            return ", ".join(differences(train(config, FAULTY_STEPS), want)[:3])
     except (LateError, DataError) as error:
         return str(error)
 
@@ -350,7 +378,7 @@ def right(case: Case) -> Results:
     """The training on the CPU, which is the same late without a fault."""
     config = config_of(case)
     with same_kernels(config):
-        want = train(config)
+        want = train(config, FAULTY_STEPS)
         assert not found(config, want, 0)
     return want
 
@@ -389,19 +417,30 @@ def same_in_all_orders(config: Config, plant: Plant) -> None:
         run_ranks(2, same_on_ranks, config, range(seed, seed + 1), plant, timeout=60)
 
 
-def same_on_ranks(config: Config, seeds: range, plant: Plant = nothing) -> None:
+def same_on_ranks(config: Config, seeds: range, plant: Plant = nothing, name: str = "") -> None:
     """The same training, by the ranks of this world."""
     with same_kernels(config):
         want = train(config)
         for seed in seeds:
             with late(seed), ExitStack() as stack:
                 plant(stack)
-                assert differences(train(config), want) == [], f"seed {seed}"
+                assert differences(train(config), want) == [], f"{name} seed {seed}"
 
 
-@pytest.mark.parametrize("name", OF_RANKS)
-def test_training_is_the_same_on_two_ranks(name: str) -> None:
-    run_ranks(2, same_on_ranks, config_of(OF_RANKS[name]), range(1))
+def all_same_on_ranks(configs_by_name: dict[str, Config]) -> None:
+    """The same for several configurations, in one order each."""
+    for name, config in configs_by_name.items():
+        note(name)  # named if the ranks hang
+        same_on_ranks(config, range(1), name=name)
+
+
+def test_training_is_the_same_on_two_ranks() -> None:
+    configs_by_name = {name: config_of(case) for name, case in OF_RANKS.items()}
+    away = configs_by_name["parts of inputs, gathered"]
+    recompute = away.recompute.model_copy(update={"offload": "cpu"})
+    away = away.model_copy(update={"recompute": recompute})
+    configs_by_name["parts of inputs on the host"] = away
+    run_ranks(2, all_same_on_ranks, configs_by_name, timeout=600)
 
 
 # Four stages. With two blocks, one rank has the embedding and the head, which do not use the ring.
@@ -458,13 +497,7 @@ def test_streams_of_a_pair_have_communicators_of_their_own(case: Case, name: str
         assert sum(second for _, second in others) == 0
 
 
-def test_so_it_is_with_parts_of_inputs_on_the_host() -> None:
-    config = config_of(Case(tp=2, recompute="sliced", layers=2))
-    away = config.recompute.model_copy(update={"offload": "cpu"})
-    run_ranks(2, same_on_ranks, config.model_copy(update={"recompute": away}), range(1))
-
-
-@pytest.mark.parametrize(("plant", "case"), in_turns(FAULTS_OF_RANKS), ids=named)
+@pytest.mark.parametrize(("plant", "case"), in_turns(FAULTS_OF_RANKS, FAULTS), ids=named)
 def test_a_planted_fault_of_ranks_is_found(plant: Plant, case: Case) -> None:
     with pytest.raises(RanksFailed) as failed:
         same_in_all_orders(config_of(case), plant)

@@ -88,8 +88,8 @@ HOST: dict[str, Any] = {
     "bucket_mib": 0.03,
 }
 CASES = {
-    "everything on the device": config_of(Case(zero=3, bucket_mib=0.03, dtype="bf16")),
-    "the optimizer on the host": config_of(Case(**HOST, dtype="bf16")),
+    "everything on the device": config_of(Case(zero=3, bucket_mib=0.03, dtype="bf16", layers=2)),
+    "the optimizer on the host": config_of(Case(**HOST, dtype="bf16", layers=2)),
     "a delayed update": config_of(
         Case(zero=1, offload_optimizer="cpu", bucket_mib=0.03, dtype="bf16"), delayed_update=True
     ),

@@ -138,8 +138,15 @@ def test_no_layer_waits_for_a_reduction_of_its_own(stage: int) -> None:
     assert not any(own_reductions_waited_for(order).values())
 
 
-@pytest.mark.parametrize("plant", [on_the_compute_stream, with_a_limit_of_a_bucket])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("stage", "plant"),
+    [
+        (3, on_the_compute_stream),
+        (2, with_a_limit_of_a_bucket),
+        pytest.param(2, on_the_compute_stream, marks=pytest.mark.grid),
+        pytest.param(3, with_a_limit_of_a_bucket, marks=pytest.mark.grid),
+    ],
+)
 def test_waits_for_reductions_of_the_same_layer_are_found(stage: int, plant: Plant) -> None:
     waited = own_reductions_waited_for(order_of(stage, plant))
     assert all(waited[layer] >= 7 for layer in BLOCKS)

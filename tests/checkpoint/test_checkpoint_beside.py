@@ -309,8 +309,16 @@ def changed_by_hand(folder: Path, stage: int, place: str) -> bool:
     return engine.topology.rank > 0 or files(folder / "one") == files(folder / "other")
 
 
-@pytest.mark.parametrize("place", ["device", "host", "in place"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [
+        *((1, "device"), (3, "host"), (3, "in place")),
+        *(
+            pytest.param(*case, marks=pytest.mark.grid)
+            for case in ((3, "device"), (1, "host"), (1, "in place"))
+        ),
+    ],
+)
 def test_what_is_changed_by_hand_afterwards_is_not_saved(
     stage: int, place: str, tmp_path: Path
 ) -> None:
@@ -607,7 +615,17 @@ def go_on(folder: Path, case: Case) -> list[list[float]]:
     return [losses, straight[first:], [first]]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+# "copying" is like "writing"; "before the first rank looks" is like "the manifest is written".
+MOMENTS_IN_GRID = ("copying", "before the first rank looks")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(moment, marks=pytest.mark.grid if moment in MOMENTS_IN_GRID else ())
+        for moment in MOMENTS
+    ],
+)
 def test_kill_9_in_the_middle_of_a_save_beside_training_loses_nothing(
     moment: str, tmp_path: Path
 ) -> None:

@@ -63,14 +63,14 @@ def loaded_into_new_and_used(folder: Path, case: Case) -> dict[str, float]:
 
 
 ONE = [
-    Case(layers=12, dtype="fp32"),
+    pytest.param(Case(layers=12, dtype="fp32"), marks=pytest.mark.grid),
     Case(layers=12, dtype="bf16", model="qwen-tied", bucket_mib=0.1),
     Case(layers=12, dtype="fp16", model="llama", offload_optimizer="cpu"),
 ]
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes by /proc")
-@pytest.mark.parametrize("case", ONE, ids=lambda case: case.dtype)
+@pytest.mark.parametrize("case", ONE, ids=["fp32", "bf16", "fp16"])
 def test_a_load_reads_each_byte_twice_to_hash_it_and_into_place(case: Case, tmp_path: Path) -> None:
     ((found),) = run_ranks(1, loaded_into_new_and_used, tmp_path, case)
     assert found["distance"] == 0.0
@@ -124,7 +124,10 @@ def refused_then_trained(folder: Path, case: Case) -> dict[str, tuple[str, float
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 1, 2, model="gpt-untied", dtype="fp32", layers=2, partition="2,2"),
+        pytest.param(
+            Case(2, 1, 2, model="gpt-untied", dtype="fp32", layers=2, partition="2,2"),
+            marks=pytest.mark.grid,
+        ),
         Case(1, 4, 1, model="qwen-tied", dtype="bf16", layers=2, zero=3),
         Case(2, 1, 2, dtype="fp32", layers=4, schedule="2bw", microbatches=4, zero=0),
     ],

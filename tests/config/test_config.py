@@ -33,6 +33,7 @@ from threed.config.groups import (
     key_name,
     python_name,
 )
+from threed.config.program import program_config
 from threed.config.requirements import REFUSALS
 from threed.config.resolution import derive_dp, resolve
 
@@ -186,10 +187,25 @@ def test_forms_of_values() -> None:
 
 def test_options_of_the_program() -> None:
     _, options = load(["--dry-run", "--world-size", "8", "--parallel.tp", "2"])
-    assert (options.dry_run, options.world_size, options.help) == (True, 8, False)
+    assert (options.dry_run, options.world_size, options.help) == (True, 8, "")
     config, options = load(["--nonsense", "--help"], defaults={"model": {"arch": "llama"}})
     assert options.help
     assert config.model.arch == "llama"
+
+
+def test_a_custom_program_has_help_but_no_presets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text("[train]\nsteps = 3\n")
+    monkeypatch.chdir(tmp_path)
+    program: Any = {"prog": "mine.py", "about": "Trains mine.", "defaults": {}, "world_size": 1}
+    with pytest.raises(ConfigError, match="--preset mine: no such preset; there are none"):
+        program_config(["--preset", "mine"], **program)
+    with pytest.raises(SystemExit):
+        program_config(["--help"], **program)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "mine.py [--help] [--config FILE.toml] [--group.key" in text
+    assert "Trains mine." in text
 
 
 def test_a_config_is_frozen_and_hashable() -> None:

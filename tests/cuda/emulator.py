@@ -204,7 +204,7 @@ def emulated(
         with _on_gpu() as machine:
             yield machine
         return
-    path = library or build()
+    path = library or kernels()
     machine = Machine(_loaded(path), parameters(), torch_writes)
     runtime().emulator_begin(
         seed, ORDERS.index(order), checks, TRACED_BLOCKS, shared_memory, driver_error
@@ -246,6 +246,12 @@ def parameters() -> dict[str, list[str]]:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
+@functools.cache
+def kernels() -> Path:
+    """The library of all kernels of csrc/cuda."""
+    return build()
+
+
 def build(changed: dict[str, str] | None = None, *, only: bool = False) -> Path:
     """The library of all kernels, with the texts of `changed` in place of those sources; or of these `only`."""
     changed = changed or {}
@@ -269,6 +275,8 @@ def _compile(name: str, text: str, headers: dict[str, str]) -> Path:
         included += re.findall(r'#include "(\S+)"', used[-1])
     runtime_headers = [path.read_text() for path in sorted((HERE / "include").glob("*.h"))]
     made = f"{name}-{_hash(*used, *runtime_headers, *KERNEL, *COMMON)}.o"
+    if (built := _built(made)).exists():
+        return built
     with tempfile.TemporaryDirectory() as folder:
         for file, content in {**headers, name: text}.items():
             (Path(folder) / file).write_text(content)
@@ -308,11 +316,17 @@ def _command(*arguments: str | Path) -> list[str]:
     return [COMPILER, *COMMON, *map(str, arguments)]
 
 
+def _built(name: str) -> Path:
+    """Where the file of this name is, once it has been built."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return cache / "threed" / "emulator" / name
+
+
 def _made(name: str, command: list[str]) -> Path:
     """The file of this name among those built before; built by the command where it is not there."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "threed" / "emulator"
-    path = folder / name
+    path = _built(name)
+    folder = path.parent
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.cuda.cases import (
     assert_close,
     assert_close_in_bf16,
@@ -79,8 +80,7 @@ def test_heads_are_normalized_and_turn(case: Case) -> None:
     assert_close_in_bf16(y.view_as(truth).reshape(-1, size), truth.reshape(-1, size))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", ["s b n d", "b n s d", "odd"])
+@pytest.mark.parametrize(("case", "layout"), in_turns(2, CASES, ["s b n d", "b n s d", "odd"]))
 def test_gradients(case: Case, layout: str) -> None:
     x, weights, by = arguments(case)
     (queries, keys), size = by.heads, by.size

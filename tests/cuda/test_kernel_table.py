@@ -6,8 +6,9 @@ The cases are those of the stage `kernels` of benchmarks/gpu.py, whose stated by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,12 @@ SIZES = kernel_cases.Sizes(256, 2, 512, 256, 1024, 64, 1 << 14, 64)
 class Counted:
     """What one call of an operator did; prints as the page has it."""
 
-    bytes: float  # per element
+    bytes: float
     launches: int
+
+    def per(self, elements: int) -> Counted:
+        """Returns the same with the bytes per element."""
+        return replace(self, bytes=round(self.bytes / elements, 2))
 
 
 def bytes_of(launches: list[Launch]) -> int:
@@ -41,17 +46,24 @@ def bytes_of(launches: list[Launch]) -> int:
     )
 
 
-def count(elements: int, prepare: Callable[[], Callable[[], Any]]) -> Counted:
+def count(prepare: Callable[[], Callable[[], Any]]) -> Counted:
     with emulated(torch_writes=True) as machine:
         work = prepare()
         before = len(machine.launches)
         work()
     done = machine.launches[before:]
-    return Counted(round(bytes_of(done) / elements, 2), sum(ran.kernels for ran in done))
+    return Counted(bytes_of(done), sum(ran.kernels for ran in done))
 
 
 def inputs_of(case: kernel_cases.Case) -> list[Any]:
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in case.inputs]
+
+
+@functools.cache
+def cases_of_stage() -> list[tuple[kernel_cases.Case, Counted]]:
+    """The cases of the stage, and what each did."""
+    cases = [c for family in kernel_cases.FAMILIES for c in family(SIZES, torch.device("cpu"))]
+    return [(case, count(lambda c=case: c.ours(*inputs_of(c)))) for case in cases]
 
 
 def count_cases() -> dict[str, Counted]:
@@ -70,14 +82,13 @@ def count_cases() -> dict[str, Counted]:
         "sum of 8 dequantized, 8 bits": s.blocks * 256, "choices sorted by expert": s.rows * 8,
         **dict.fromkeys(("router", "router, backward"), s.rows * 256),
     }  # fmt: skip
-    for family in kernel_cases.FAMILIES:
-        for case in family(s, torch.device("cpu")):
-            inputs = inputs_of(case)
-            number = elements.get(case.name, activation)
-            found[case.name] = count(number, lambda c=case, x=inputs: c.ours(*x))
-            wide = replace_gradient(case, inputs)
-            if wide is not None:
-                found[f"{case.name}, fp32"] = count(number, lambda c=case, x=wide: c.ours(*x))
+    for case, counted in cases_of_stage():
+        number = elements.get(case.name, activation)
+        found[case.name] = counted.per(number)
+        wide = replace_gradient(case, inputs_of(case))
+        if wide is not None:
+            more = count(lambda c=case, x=wide: c.ours(*x))
+            found[f"{case.name}, fp32"] = more.per(number)
     return found
 
 
@@ -91,7 +102,7 @@ def count_dropout_backward() -> Counted:
     """Of a layer's dropout: no bias, no residual."""
     x, samples = torch.randn(128, 2, SIZES.h).bfloat16(), torch.arange(2)
     draw = dropout.Draw(1, "name", 2, samples, Positions.all(128), 0.1)
-    return count(x.numel(), lambda: lambda: dropout.dropout(x, draw))
+    return count(lambda: lambda: dropout.dropout(x, draw)).per(x.numel())
 
 
 # The third and fourth cell of each row; the first cell is the key.
@@ -210,10 +221,8 @@ def table() -> list[tuple[str, str, str]]:
 
 def test_the_benchmark_states_the_bytes_that_its_kernels_move() -> None:
     """`Case.nbytes`, by which the stage `kernels` computes bandwidths."""
-    for family in kernel_cases.FAMILIES:
-        for case in family(SIZES, torch.device("cpu")):
-            found = count(1, lambda c=case: c.ours(*inputs_of(c)))
-            assert found.bytes == pytest.approx(case.nbytes, rel=0.02), case.name
+    for case, found in cases_of_stage():
+        assert found.bytes == pytest.approx(case.nbytes, rel=0.02), case.name
 
 
 class Declared(TorchDispatchMode):

@@ -65,7 +65,7 @@ def vectors(h: int, layer: bool) -> tuple[Tensor, Tensor | None]:
 
 @pytest.mark.parametrize(
     ("shape", "added", "layer"),
-    in_turns(3, SHAPES, ("", "residual", "before", "residual before"), (False, True)),
+    in_turns(7, SHAPES, ("", "residual", "before", "residual before"), (False, True)),
 )
 def test_forward(shape: tuple[int, int], added: str, layer: bool) -> None:
     rows, h = shape
@@ -108,7 +108,7 @@ def test_forward(shape: tuple[int, int], added: str, layer: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "layer", "add", "with_residual"), in_turns(3, SHAPES, *[(False, True)] * 3)
+    ("shape", "layer", "add", "with_residual"), in_turns(7, SHAPES, *[(False, True)] * 3)
 )
 def test_backward(shape: tuple[int, int], layer: bool, add: bool, with_residual: bool) -> None:
     rows, h = shape

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import threed
+from tests import programs
 from tests.harness import run_ranks
 from tests.interop.test_deepspeed_schedulers import SCHEDULES, ours
 from threed.config import ConfigError
@@ -195,8 +194,9 @@ def test_zero_to_fp32(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_shard_size 'big': give a number of bytes"):
         zero_to_fp32.convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path, None, "big")
     words = [".", "out", "--tag", "one", "--safe_serialization", "--max_shard_size", "1GB"]
-    command = [sys.executable, "zero_to_fp32.py"]  # as DeepSpeed's users call its script
-    subprocess.run([*command, *words], cwd=tmp_path, env=ENVIRONMENT, check=True)
+    # as DeepSpeed's users call its script
+    done = programs.run(["zero_to_fp32.py", *words], tmp_path, ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
     written = load_file(tmp_path / "out/model.safetensors")
     source = read(tmp_path, "one")
     assert written

@@ -18,7 +18,7 @@ from tests.interop.huggingface_runs import compare_logits, compare_numbers, run
 from tests.interop.trl_runs import CASES, save_model
 
 EVERYDAY = (
-    "sft-lora-2", "sft-packing-3", "sft-assistant-3", "dpo-lora-3", "dpo-reference-2", "dpo-reference-3",
+    "sft-lora-2", "sft-packing-3", "sft-assistant-3", "dpo-lora-3", "dpo-reference-3",
 )  # fmt: skip
 
 

@@ -204,27 +204,31 @@ def test_every_setting_equals_one_process(tmp_path: Path) -> None:
     run_all(SPACE.touching(0), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(1800)
 def test_every_pair_of_settings_equals_one_process(tmp_path: Path) -> None:
     run_all(SPACE.covering(0), tmp_path)
 
 
-def compiled_differences() -> list[str]:
-    found = list[str]()
-    for model in ("llama", "gemma2"):
-        config = configs.config_of(Case(model=model, recompute="selective", layers=2))
-        with sinking():
-            (plain, weights), (traced, others) = steps(config), steps(compiled(config))
-        same = plain == traced and all(torch.equal(weights[name], others[name]) for name in others)
-        found += [] if same else [model]
-    return found
+def compiled_layers_are_the_same(model: str, blocks: int) -> bool:
+    config = configs.config_of(Case(model=model, recompute="selective", layers=blocks))
+    with sinking():
+        (plain, weights), (traced, others) = steps(config), steps(compiled(config))
+    return plain == traced and all(torch.equal(weights[name], others[name]) for name in others)
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_every_bit() -> None:
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
+        ("mistral", 1),
+        pytest.param("llama", 2, marks=pytest.mark.grid),
+        pytest.param("gemma2", 2, marks=pytest.mark.grid),
+    ],
+)
+def test_compiled_layers_give_every_bit(model: str, blocks: int) -> None:
     """Through the backend without code generation, as in tests/pipeline/test_compile.py."""
-    assert run_ranks(1, compiled_differences, timeout=600) == [[]]
+    assert run_ranks(1, compiled_layers_are_the_same, model, blocks, timeout=600) == [True]
 
 
 # ------------------------------------------------------------------------------- planted faults
@@ -305,32 +309,40 @@ def findings(fault: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(fault: Callable[[], Any], tmp_path: Path) -> None:
-    case = FAULTS[fault]
-    run_ranks(1, write_truths, [case.truth], str(tmp_path))
-    assert any(run_ranks(case.world, findings, fault.__name__, str(tmp_path)))
-    given = [case], str(tmp_path), trained_with_sinks
-    assert not any(run_ranks(case.world, test_equivalence.run_cases, *given))
+def test_a_planted_fault_is_found(fault: Callable[[], Any], truths: str) -> None:
+    assert any(run_ranks(FAULTS[fault].world, findings, fault.__name__, truths))
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder with the results of one process, which those of the cases without a fault equal."""
+    folder = tmp_path_factory.mktemp("truths")
+    run_all(list(dict.fromkeys(FAULTS.values())), folder)
+    return str(folder)
 
 
 # --------------------------------------------------------------- forecast, parameter, refusals
 
 
 @pytest.mark.slow
-def test_the_forecast_counts_sinks() -> None:
-    """Within 1 % of the storages of a real step, as in tests/planner/test_footprint.py."""
-    cases: list[tuple[int, dict[str, Any]]] = [
-        (1, {"model": {"arch": "llama"}}),
+@pytest.mark.parametrize(
+    ("world", "groups"),
+    [
+        pytest.param(1, {"model": {"arch": "llama"}}, marks=pytest.mark.grid),
         (1, {"model": {"arch": "gemma2", "window": 16}, "recompute": {"mode": "selective"}}),
         (2, {"model": {"arch": "llama"}, "parallel": {"cp": 2, "cp_heads": 1}}),
-    ]
-    for world, groups in cases:
-        groups["model"]["layers"] = 3
-        config = peaks.config_of(world, train={"global_batch": 4 * world}, **groups)
-        with sinking(functools.partial(layers.Attention, sinks=True)):
-            expected = [rank.bytes["peak"] for rank in Forecast.of(config, world).ranks]
-        for got, want in zip(run_ranks(world, measured, config), expected, strict=True):
-            assert abs(got - want) <= 0.01 * want, groups
+    ],
+    ids=["llama", "gemma2", "ring"],
+)
+def test_the_forecast_counts_sinks(world: int, groups: dict[str, dict[str, Any]]) -> None:
+    """Within 1 % of the storages of a real step, as in tests/planner/test_footprint.py."""
+    model = groups["model"] | {"layers": 3}
+    train = {"global_batch": 4 * world}
+    config = peaks.config_of(world, **groups | {"model": model, "train": train})
+    with sinking(functools.partial(layers.Attention, sinks=True)):
+        expected = [rank.bytes["peak"] for rank in Forecast.of(config, world).ranks]
+    for got, want in zip(run_ranks(world, measured, config), expected, strict=True):
+        assert abs(got - want) <= 0.01 * want
 
 
 def measured(config: Any) -> int:

@@ -62,16 +62,21 @@ def train_everywhere(truth: Result, shared: Result) -> None:
     _refuse_heads_of_all_ranks()
 
 
-def train_on_four_ranks(truth: Result) -> None:
+def train_on_four_ranks(truth: Result, contexts: list[dict[str, dict[str, Any]]]) -> None:
     """The ranks' chunks of three or two positions cut blocks of two positions."""
-    for groups in CONTEXTS:
+    for groups in contexts:
         got = train(NAME, configuration(4, **groups))
         if got[2]:
             compare(got, truth, str(groups))
 
 
-def test_context_parallelism() -> None:
-    run_ranks(4, train_on_four_ranks, alone(NAME))
+@pytest.mark.parametrize(
+    "contexts",
+    [CONTEXTS[:3], pytest.param(CONTEXTS[3:], marks=pytest.mark.grid)],
+    ids=["some", "others"],
+)
+def test_context_parallelism(contexts: list[dict[str, dict[str, Any]]]) -> None:
+    run_ranks(4, train_on_four_ranks, alone(NAME), contexts)
 
 
 def _with_heads(heads: Any) -> Engine:
@@ -102,10 +107,12 @@ def test_schedules_shared_heads_and_torn_layouts() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_give_the_same() -> None:
+@pytest.mark.parametrize("blocks", [1, pytest.param(3, marks=pytest.mark.grid)])
+def test_compiled_layers_give_the_same(blocks: int) -> None:
     """Through the backend without code generation: the graph, its operators and their backward."""
-    run = {"compile": True, "compile_backend": "aot_eager"}
-    compare(train(NAME, configuration(run=run)), alone(NAME), "compiled")
+    model, run = {"layers": blocks}, {"compile": True, "compile_backend": "aot_eager"}
+    want = train(NAME, configuration(model=model))
+    compare(train(NAME, configuration(model=model, run=run)), want, "compiled")
 
 
 def test_logits_do_not_depend_on_later_tokens() -> None:

@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import nvme
+from tests import programs
 from threed.memory import io
 from threed.memory.io import BLOCK, Disk, SwapError, Transfer
 from threed.memory.pool import host_buffer
@@ -383,8 +383,8 @@ with getattr(threading, "_shutdown_locks_lock", contextlib.nullcontext()):
     del disk
     gc.collect()
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
+    done = programs.run(["-c", code], tmp_path, os.environ, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def forked(work: Callable[[], object]) -> int:

@@ -261,9 +261,19 @@ def train_ours(cases: list[tuple[ModelConfig, Path, str, float]]) -> list[Traine
     return found
 
 
-def test_training_from_their_folder_equals_training_their_module(tmp_path: Path) -> None:
+TRAININGS = list(itertools.product(TRAINED, PRECISIONS))
+SOME = TRAININGS[::3]  # contain models of all kinds, and both precisions
+OTHERS = [training for training in TRAININGS if training not in SOME]
+
+
+@pytest.mark.parametrize(
+    "trainings", [SOME, pytest.param(OTHERS, marks=pytest.mark.grid)], ids=["some", "others"]
+)
+def test_training_from_their_folder_equals_training_their_module(
+    trainings: list[tuple[str, tuple[str, float, float]]], tmp_path: Path
+) -> None:
     cases, wants = [], []
-    for name, (dtype, eps, _) in itertools.product(TRAINED, PRECISIONS):
+    for name, (dtype, eps, _) in trainings:
         module = theirs(name, DTYPES[dtype])
         model = model_of(module.config.to_dict())
         state = {

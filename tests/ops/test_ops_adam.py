@@ -6,8 +6,6 @@ import concurrent.futures
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import adam as benchmark
+from tests import programs
+from tests.covering import in_turns
 from threed.core import native
 from threed.ops import adam as op
 from threed.ops.adam import Adam
@@ -121,9 +121,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(
+    ("n", "dtype", "decay"), in_turns(3, SIZES, [torch.float32, torch.float64], [0.0, 0.1])
+)
 def test_it_is_torchs(n: int, dtype: torch.dtype, decay: float) -> None:
     check_close(run(n, dtype, dtype, decay), torchs(n, dtype, dtype, decay))
 
@@ -145,9 +145,10 @@ def test_other_constants_follow_the_reference(beta1: float) -> None:
     check_close(got, want)
 
 
-@pytest.mark.parametrize("out", [torch.float32, *NARROW])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("n", [1023, MANY])
+@pytest.mark.parametrize(
+    ("n", "dtype", "out"),
+    in_turns(5, [1023, MANY], [torch.float32, torch.float64], [torch.float32, *NARROW]),
+)
 def test_out_is_the_new_weights_rounded_as_torch_rounds(
     n: int, dtype: torch.dtype, out: torch.dtype
 ) -> None:
@@ -372,7 +373,8 @@ def test_calls_from_several_threads_at_once() -> None:
 def test_without_the_library_torchs_kernel_runs() -> None:
     """THREED_NATIVE=0 gives the same within the tolerance, `out` included."""
     script = (
-        "import torch; from tests.ops import test_ops_adam as t; from threed.core import native;"
+        "import torch; from threed.core import native; native._find.cache_clear();"  # loaded before the fork
+        "from tests.ops import test_ops_adam as t;"
         "assert native.library('cpu') is None and 'THREED_NATIVE' in native.status()['cpu'];"
         "out = torch.zeros(1023, dtype=torch.bfloat16);"
         "got = t.run(1023, torch.float32, torch.bfloat16, out=out);"
@@ -380,9 +382,7 @@ def test_without_the_library_torchs_kernel_runs() -> None:
         "assert torch.equal(out, got[0].bfloat16())"
     )
     environment = {**os.environ, "THREED_NATIVE": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = programs.run(["-c", script], ROOT, environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.ops.test_ops_flex import assert_same, eager, gradients  # noqa: F401
 from threed import layers
 from threed.core import block_patterns
@@ -43,6 +44,11 @@ FIRST = 4  # global number of the first head of the rank, for layouts that diffe
 def named(pattern: object) -> str:
     """A name of a case that is the same in every process; pytest numbers equal names."""
     return type(pattern).__name__
+
+
+def named_or_type(value: object) -> str:
+    """The same for a pattern or a type of numbers."""
+    return str(value) if isinstance(value, torch.dtype) else named(value)
 
 
 def some_blocks(query: int, count: int) -> list[int]:
@@ -111,9 +117,10 @@ def dense(core: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bast,tbad->sbad", shares, v).flatten(2)
 
 
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("softcap", [0.0, 0.7])
-@pytest.mark.parametrize("direction", ["unidirectional", "bidirectional"])
+@pytest.mark.parametrize(
+    ("groups", "softcap", "direction"),
+    in_turns(5, [4, 2, 1], [0.0, 0.7], ["unidirectional", "bidirectional"]),
+)
 def test_each_pattern_is_dense_attention_under_its_mask(
     groups: int, softcap: float, direction: str
 ) -> None:
@@ -254,7 +261,7 @@ class Between:
     def steps(
         self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None
     ) -> Iterator[Step]:
-        return block_sparse.steps(self.lists, self.causal, q, k, v)
+        return block_sparse.steps(self.lists, self.causal, q, k, v, (0, 0))
 
     def forward(self, *heads: Tensor) -> tuple[Tensor, Tensor]:
         y, lse = attention.output(self, *(x.permute(2, 0, 1, 3) for x in heads))
@@ -317,8 +324,15 @@ FLEX: list[BlockPattern] = [
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("pattern", FLEX, ids=named)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [
+        pytest.param(pattern, dtype, marks=pytest.mark.grid if (number + place) % 2 else ())
+        for number, pattern in enumerate(FLEX)
+        for place, dtype in enumerate((torch.float64, torch.float32))
+    ],
+    ids=named_or_type,
+)
 def test_flex_attention_is_dense_attention_under_the_mask(
     pattern: BlockPattern, dtype: torch.dtype
 ) -> None:

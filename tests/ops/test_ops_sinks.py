@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import in_turns
 from tests.ops.test_ops_flex import assert_same, eager, packed  # noqa: F401
 from threed.layers import Causal
 from threed.ops import attention, attention_backends
@@ -61,9 +62,11 @@ def gradients(y: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))
 
 
-@pytest.mark.parametrize("core", CORES, ids=str)
-@pytest.mark.parametrize("through", ["chunks", "plain operations", "flex"])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("core", "through", "documents"),
+    in_turns(5, CORES, ["chunks", "plain operations", "flex"], [False, True]),
+    ids=str,
+)
 def test_a_sink_is_one_more_score(
     core: Causal, through: str, documents: bool, request: pytest.FixtureRequest
 ) -> None:

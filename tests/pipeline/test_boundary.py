@@ -158,9 +158,17 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["twice", "by data, declared"])
-def test_layers_that_run_more_than_once(kind: str) -> None:
-    check(CASES, kind)
+@pytest.mark.parametrize(
+    ("kind", "cases"),
+    [
+        ("twice", CASES),
+        ("by data, declared", CASES[1::2]),
+        pytest.param("by data, declared", CASES[::2], marks=pytest.mark.grid),
+    ],
+    ids=["twice", "by data, declared", "by data, declared, others"],
+)
+def test_layers_that_run_more_than_once(kind: str, cases: list[Case]) -> None:
+    check(cases, kind)
 
 
 def resume_bits(case: Case, folder: str) -> None:

@@ -127,7 +127,7 @@ EVERYDAY = [
 
 
 def test_every_number_is_the_same_with_every_setting() -> None:
-    compare_in_worlds(EVERYDAY, compare)
+    compare_in_worlds(EVERYDAY[:1], compare)
 
 
 DRIVE = {"zero": 3, "offload_params": "nvme", "offload_optimizer": "nvme"}
@@ -144,18 +144,18 @@ OFFLOADED = [
         prefetch=3,
     ),
     Case(pp=2, **DRIVE, schedule="zb-h1", microbatches=3, dropout=0.1),
-    Case(tp=2, **DRIVE, tile=3, layers=1),
+    Case(tp=2, **DRIVE, tile=3, recompute="full", layers=1),
 ]
 
 
 def test_every_number_is_the_same_where_states_are_offloaded() -> None:
     """While a layer runs, parameters of others are freed, or being read from a drive: torch must not look at them."""
-    compare_in_worlds([OFFLOADED[0], *OFFLOADED[3:]], compare)
+    compare_in_worlds([OFFLOADED[0], OFFLOADED[4]], compare)
 
 
 @pytest.mark.grid
-def test_every_number_is_the_same_in_the_other_offloaded_cases() -> None:
-    compare_in_worlds([OFFLOADED[1], OFFLOADED[2]], compare)
+def test_every_number_is_the_same_in_the_other_cases() -> None:
+    compare_in_worlds([EVERYDAY[1], *OFFLOADED[1:4]], compare)
 
 
 def test_every_number_is_the_same_with_two_versions_of_the_weights() -> None:
@@ -193,8 +193,14 @@ def alone(**changes: object) -> Config:
     return config_of(Case(**changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("place", ["none", "nvme"])
+@pytest.mark.parametrize(
+    ("dropout", "place"),
+    [
+        (0.0, "nvme"),
+        (0.1, "none"),
+        *(pytest.param(*case, marks=pytest.mark.grid) for case in ((0.0, "none"), (0.1, "nvme"))),
+    ],
+)
 def test_blocks_that_are_alike_share_one_graph(dropout: float, place: str) -> None:
     """Also where their parameters come from a drive: no guard is on what the engine keeps of them."""
     config = compiled(alone(layers=6, dropout=dropout, zero=3, offload_params=place))
@@ -224,7 +230,8 @@ def test_inductor_trains_to_the_same_within_rounding(place: dict[str, object]) -
 
 
 @pytest.mark.parametrize(
-    "schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.grid), "dualpipev"]
+    "schedule",
+    ["zb-h1", *(pytest.param(name, marks=pytest.mark.grid) for name in ("zb-v", "dualpipev"))],
 )
 def test_a_backward_that_waits_keeps_what_the_compiler_writes_over(schedule: str) -> None:
     """Inductor reuses the memory of an output's gradient once the input's is made; the weight's comes from it later."""

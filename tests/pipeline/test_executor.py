@@ -229,8 +229,21 @@ def check_spans(spans: Sequence[tuple[Action, float, float]], plan: Plan, rank: 
     assert all(end <= start for (_, _, end), (_, start, _) in pairwise(spans))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("stages", "transport"),
+    [
+        *((1, "gloo"), (2, "rendezvous"), (3, "gloo"), (4, "rendezvous")),
+        *(
+            pytest.param(stages, transport, marks=pytest.mark.grid)
+            for stages, transport in (
+                (1, "rendezvous"),
+                (2, "gloo"),
+                (3, "rendezvous"),
+                (4, "gloo"),
+            )
+        ),
+    ],
+)
 def test_every_plan_gives_what_one_process_computes(stages: int, transport: str) -> None:
     run_ranks(stages, check_plans, stages, transport)
 
@@ -460,13 +473,29 @@ def check_same_bits(cases: list[Case]) -> None:
         assert same(state(strict), state(loose))
 
 
-def test_slices_over_the_strict_transport_are_those_over_gloo_bit_for_bit() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(SLICED[:2], id="some"),
+        pytest.param(SLICED[2:], id="others", marks=pytest.mark.grid),
+    ],
+)
+def test_slices_over_the_strict_transport_are_those_over_gloo_bit_for_bit(
+    cases: list[Case],
+) -> None:
     """Gathers and reductions run beside messages that block: what is gathered ahead is the plan's affair."""
-    run_ranks(4, check_same_bits, SLICED)
+    run_ranks(4, check_same_bits, cases)
 
 
-def test_training_over_the_strict_transport_is_training_on_one_process() -> None:
-    run_all(CASES, train_in_order)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(CASES[:2], id="some"),
+        pytest.param(CASES[2:], id="others", marks=pytest.mark.grid),
+    ],
+)
+def test_training_over_the_strict_transport_is_training_on_one_process(cases: list[Case]) -> None:
+    run_all(cases, train_in_order)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -245,14 +245,15 @@ def sent_over_tp(cases: list[Case]) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_what_recompute_sends_again_is_planned(sequence: bool) -> None:
+def test_what_recompute_sends_again_is_planned(sequence: bool, pp: int) -> None:
     """Two sums a layer, gathers of slices; under sequence parallelism gathers of what norms made."""
     modes = ["none", "full", "half", "selective", "sliced"]
-    base = Case(2, 1, 2, dtype="fp32", layers=3, sequence=sequence)
+    base = Case(pp, 1, 2, dtype="fp32", layers=3, sequence=sequence)
     cases = [replace(base, recompute=mode) for mode in modes]
     said = forecasts(cases)
-    for rank, found in enumerate(run_ranks(4, sent_over_tp, cases)):
+    for rank, found in enumerate(run_ranks(base.world, sent_over_tp, cases)):
         planned = [ranks[rank].sends["tp"] for ranks in said]
         for mode, sent, wanted in zip(modes, found, planned, strict=True):
             assert sent - found[0] == wanted - planned[0], mode

@@ -127,6 +127,8 @@ def check_skip(case: Case, where: str, value: float) -> None:
         assert same(state(engine), state(twin))
 
 
+# Contain every place and value of the poison, stage of ZeRO, dtype, model, and place of states.
+SKIPS_ALWAYS = (0, 4, 6, 9, 10, 11)
 SKIPS = [
     (Case(pp=2, tp=2, sequence=True, layers=2), "sink", float("nan")),
     (Case(pp=2, dp=2, layers=2, dtype="fp32"), "slice", float("inf")),
@@ -137,9 +139,11 @@ SKIPS = [
     (Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16"), "slice", float("inf")),
     (Case(pp=2, tp=2, layers=2, sequence=True, dtype="fp16"), "copy", float("nan")),
     (Case(dp=2, tp=2, layers=2, zero=2, model="qwen-tied"), "copy", float("inf")),
-    (Case(dp=2, layers=2, zero=0, dtype="fp32"), "copy", float("nan")),
+    (Case(dp=2, layers=2, zero=0, dtype="fp32"), "copy", float("-inf")),
     (
-        Case(dp=2, tp=2, layers=2, zero=2, offload_optimizer="cpu", dtype="bf16"),
+        Case(
+            dp=2, tp=2, layers=2, zero=2, offload_optimizer="cpu", dtype="bf16", model="qwen-tied"
+        ),
         "sink",
         float("nan"),
     ),
@@ -156,7 +160,13 @@ SKIPS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "where", "value"), SKIPS)
+@pytest.mark.parametrize(
+    ("case", "where", "value"),
+    [
+        pytest.param(*skip, marks=() if number in SKIPS_ALWAYS else pytest.mark.grid)
+        for number, skip in enumerate(SKIPS)
+    ],
+)
 def test_one_ranks_bad_gradient_makes_no_rank_step(case: Case, where: str, value: float) -> None:
     """Bit for bit: weights, moments, counter and rate are those of a run that never had the step."""
     run_ranks(case.world, check_skip, case, where, value)
@@ -268,7 +278,14 @@ def check_evaluation(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(layers=2), Case(pp=2, dp=2, tp=2, sequence=True), Case(pp=4, zero=0)], ids=str
+    "case",
+    [
+        Case(layers=2),
+        Case(pp=2, tp=2, sequence=True),
+        pytest.param(Case(pp=2, dp=2, tp=2, sequence=True), marks=pytest.mark.grid),
+        Case(pp=4, zero=0),
+    ],
+    ids=str,
 )
 def test_evaluation_is_the_training_loss_and_leaves_no_trace(case: Case) -> None:
     run_ranks(case.world, check_evaluation, case)

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import configs, formulas, users_cases, users_truths
+from tests.covering import in_turns, some_always
 from tests.formulas import Decoder
 from tests.live import Live
 from tests.users_layers import Latent, Running
@@ -179,7 +180,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "cut", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "cut", "dtype"), some_always(CASES, 4))
 def test_layers_cost_what_the_formulas_say(
     name: str, cut: tuple[int, int, bool], dtype: str
 ) -> None:
@@ -200,7 +201,7 @@ AGAIN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "cut", "mode", "dtype"), AGAIN)
+@pytest.mark.parametrize(("name", "cut", "mode", "dtype"), some_always(AGAIN, 5))
 def test_what_is_computed_again_is_not_kept(
     name: str, cut: tuple[int, int, bool], mode: str, dtype: str
 ) -> None:
@@ -221,11 +222,15 @@ def test_what_is_computed_again_is_not_kept(
         assert costs[1].backward >= held(plain[1]) > held(costs[1])
 
 
-@pytest.mark.parametrize("tile", [1, 2])
-@pytest.mark.parametrize(("t", "cut"), [(1, False), (4, False), (4, True)])
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_state_the_flops_that_are_traced(name: str, t: int, cut: bool, tile: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "tile"),
+    in_turns(5, list(MODELS), [(1, False), (4, False), (4, True)], [1, 2]),
+)
+def test_layers_state_the_flops_that_are_traced(
+    name: str, ranks: tuple[int, bool], tile: int
+) -> None:
     """On every tensor rank, whole or tiled."""
+    t, cut = ranks
     config = config_of(MODELS[name], tp=t, cut=cut)
     for rank in {0, t - 1}:
         topology = Topology.on_meta(Grid(tp=t), rank)
@@ -273,7 +278,7 @@ def block(t: int, cut: bool, **recompute: Any) -> tuple[LayerCost, int, int]:
     )
 
 
-@pytest.mark.parametrize("t", [1, 2, 8])
+@pytest.mark.parametrize("t", [1, pytest.param(2, marks=pytest.mark.grid), 8])
 def test_activations_are_those_of_2205_05198_less_the_attention_scores(t: int) -> None:
     """sbh(10 + 24/t) without 5as/h: 16 bit, masks of one byte; two norms' statistics and row sums come on top."""
     cost, sbh, statistics = block(t, cut=False)
@@ -281,7 +286,7 @@ def test_activations_are_those_of_2205_05198_less_the_attention_scores(t: int) -
     assert held(block(t, cut=False, mode="full")[0]) == 2 * sbh
 
 
-@pytest.mark.parametrize("t", [2, 8])
+@pytest.mark.parametrize("t", [pytest.param(2, marks=pytest.mark.grid), 8])
 def test_sequence_parallelism_slices_norms_and_masks_but_keeps_gathered_inputs(t: int) -> None:
     """34/t of 2205.05198 table 2, and the two inputs that the paper gathers once more instead: 4 (1 - 1/t)."""
     cost, sbh, statistics = block(t, cut=True)
@@ -416,8 +421,13 @@ def test_users_layers_keep_and_compute_what_was_traced(name: str) -> None:
     check_on_the_cpu(layers, micro, torch.bfloat16 if name in users_cases.BF16 else torch.float64)
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    some_always(
+        list(itertools.product(["mistral", "qwen2", "phi3", "gemma2", "gemma3"], ["fp64", "bf16"])),
+        3,
+    ),
+)
 def test_families_keep_and_compute_what_was_traced_and_stated(name: str, dtype: str) -> None:
     config = configs.config_of(configs.Case(model=name, dtype=dtype))
     layers, data = models.build(config.model, Slicing()).layers(), configs.batch(0, ROWS)
@@ -430,7 +440,20 @@ def test_families_keep_and_compute_what_was_traced_and_stated(name: str, dtype: 
     check_on_the_cpu(layers, micro, wide)
 
 
-@pytest.mark.parametrize("name", [*configs.MODELS, *configs.EXPERT_MODELS])
+# Each of the other models is like one of these.
+DIFFERENT_LAYERS = (
+    *("gpt", "qwen-tied", "llama-mtp", "phi3", "gemma3"),
+    *("Biased", "Lopsided", "mixtral", "gpt_oss", "deepseek_v3"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DIFFERENT_LAYERS else pytest.mark.grid)
+        for name in (*configs.MODELS, *configs.EXPERT_MODELS)
+    ],
+)
 def test_layers_that_differ_only_in_name_are_measured_once(name: str) -> None:
     """Of 16 blocks at most four differ: full and windowed attention, dense MLPs and experts."""
     config = configs.config_of(configs.Case(model=name, layers=16))

@@ -215,13 +215,25 @@ PLAIN = {name: values[0] for name, values in SETTINGS.items()} | {
 }
 
 
-def test_what_is_held_are_the_live_storages() -> None:
+CHANGES: list[dict[str, Any]] = [
+    {"zero": 0}, {"zero": 2}, {"zero": 3, "tile": 2},
+    {"zero": 2, "places": ("cpu", "none"), "delayed": True}, {"zero": 3, "places": ("nvme", "nvme")},
+    {"zero": 1, "dtypes": ("fp32", None)},
+]  # fmt: skip
+OTHER_CHANGES: list[dict[str, Any]] = [
+    {"zero": 1},
+    {"zero": 3},
+    {"zero": 3, "model": "frozen-middle"},
+]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [CHANGES, pytest.param(OTHER_CHANGES, marks=pytest.mark.grid)],
+    ids=["some", "others"],
+)
+def test_what_is_held_are_the_live_storages(changes: list[dict[str, Any]]) -> None:
     """All that an engine has alive before its first step, but for a few numbers."""
-    changes: list[dict[str, Any]] = [
-        {"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "tile": 2},
-        {"zero": 2, "places": ("cpu", "none"), "delayed": True}, {"zero": 3, "places": ("nvme", "nvme")},
-        {"zero": 3, "model": "frozen-middle"}, {"zero": 1, "dtypes": ("fp32", None)},
-    ]  # fmt: skip
     cases = [Case(**{**PLAIN, **change}) for change in changes]
     for found in run_ranks(2, live_and_held, cases):
         for case, (live, held, away) in zip(cases, found, strict=True):
@@ -295,9 +307,13 @@ def test_buffers_of_modules_are_counted_and_the_model_has_its_name() -> None:
 
 
 GROUPS_OF_RANKS = [
-    (
+    pytest.param(
         {"pp": 4, "tp": 2}, 1024,
         ["rank 0 – rank 255", "rank 256 – rank 511", "rank 512 – rank 767", "rank 768 – rank 1023"],
+        marks=pytest.mark.grid,
+    ),
+    (
+        {"pp": 4, "tp": 2}, 64, ["rank 0 – rank 15", "rank 16 – rank 31", "rank 32 – rank 47", "rank 48 – rank 63"],
     ),
     ({"pp": 2}, 2, ["rank 0  pp0", "rank 1  pp1"]),
     ({}, 1, ["rank 0  alone"]),

@@ -26,9 +26,17 @@ PARAMETERS = {
 # 95 % of 80 GB. An H100 with 80 GB has 79.6 GiB (85.5 GB) of memory, so at least 9.5 GB remain for
 # CUDA's context, NCCL's buffers and fragmentation.
 LIMIT = 0.95 * 80
+# The runs that are always tested: every preset, and every number of GPUs.
+ALWAYS = [
+    ("llama3-8b", 8), ("mistral-7b", 64), ("qwen3-8b", 512), ("gemma3-12b", 8), ("qwen3-32b", 64), ("llama3-70b", 512),
+    ("mixtral-8x7b", 512), ("qwen3-30b-a3b", 64), ("deepseek-v3", 256),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "world"), recipes.RUNS)
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [pytest.param(*run, marks=() if run in ALWAYS else pytest.mark.grid) for run in recipes.RUNS],
+)
 def test_a_recipe_fits_into_80_gb_and_is_in_the_table(name: str, world: int) -> None:
     made = recipes.plan(name, world)
     row = recipes.row(name, made)

@@ -159,6 +159,7 @@ def apart(folder: Path) -> dict[str, Any]:
     return row(codes[0], says, seconds, [])
 
 
+@pytest.mark.grid  # tests/reliability/test_run_folder.py tests always that ranks name a folder that is not shared
 def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     repeat("folder-not-shared", tmp_path, apart)
 

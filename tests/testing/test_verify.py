@@ -153,7 +153,14 @@ def examples() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("example", examples())
+# Others only with the grid: tests/layers/test_own_models.py compares them in other topologies.
+ALWAYS = ("convolution_stem.py:ConvolutionModel",)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(e, marks=() if e in ALWAYS else pytest.mark.grid) for e in examples()],
+)
 def test_the_examples_are_the_same(example: str, capsys: pytest.CaptureFixture[str]) -> None:
     topologies = "tp2-seq,pp2-dp2-zero3-recompute"
     assert main(["verify", f"{EXAMPLE.parent / example}", "--topologies", topologies]) == 0, (

@@ -18,7 +18,7 @@ from tests.monitor.test_monitor_wandb import config_of_run
 from tests.pictures import check_style
 from tests.programs import Program
 from threed.checkpoint import native
-from threed.cli import launch
+from threed.checkpoint.resuming import resume_hint
 from threed.config import Config
 from threed.monitor import metrics
 from threed.training.provenance import git_commit
@@ -281,7 +281,7 @@ def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         config = Config.model_validate(
             {"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": resume}}
         )
-        return launch._resume_hint(config, None)
+        return resume_hint(config, None)
 
     assert said("auto").startswith("no checkpoint was saved yet (--checkpoint.every N saves while")
     newest = tmp_path / "checkpoints" / "step-10"

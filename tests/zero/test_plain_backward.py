@@ -147,7 +147,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.grid), 2, 3])
 def test_plain_backwards_train_as_plain_pytorch(stage: int) -> None:
     found = run_ranks(RANKS, train_all, stage)[0]
     for case, got in zip(CASES, found, strict=True):

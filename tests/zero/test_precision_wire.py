@@ -222,7 +222,7 @@ def check_wire(wires: list[Wire], gradients: Gradients) -> dict[Wire, tuple[int,
     return sent
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_gradients_travel_and_arrive_in_the_formats_asked_for(world: int) -> None:
     """In 2 micro-batches, and buckets that cut parameters; bytes change by the formula and the numbers' width."""
     wires = [
@@ -242,7 +242,7 @@ def test_groups_of_ranks_sum_in_two_steps() -> None:
     run_ranks(4, check_wire, wires, plain_gradients(4))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.grid)])
 def test_layers_gradients_too(world: int) -> None:
     """Products written where gradients are kept."""
     wires = [

@@ -121,11 +121,13 @@ def held_parameters(case: Case) -> list[tuple[str, tuple[int, ...], tuple[int, .
     return held
 
 
+GRID = pytest.mark.grid
 REPLICAS = [
     Case(pp=2, dp=2, tp=2, sequence=True, dtype="fp32", dropout=0.1),
-    Case(pp=2, dp=2, tp=2, dtype="bf16", model="qwen-tied", zero=0),
+    pytest.param(Case(pp=2, dp=2, tp=2, dtype="bf16", model="qwen-tied", zero=0), marks=GRID),
+    Case(pp=2, dp=2, dtype="bf16", model="qwen-tied", zero=0),
     Case(tp=4, sequence=True, dtype="fp32", model="llama", bucket_mib=0.003),
-    Case(pp=2, tp=4, dtype="fp32", model="qwen-tied"),
+    pytest.param(Case(pp=2, tp=4, dtype="fp32", model="qwen-tied"), marks=GRID),
 ]
 
 
@@ -202,7 +204,7 @@ def losses_and_weights(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=GRID)])
 def test_bf16_in_three_dimensions_is_close_to_bf16_on_one(model: str) -> None:
     """bf16 has 8 bits: activations, summed in another order, differ by 2^-8 relative, losses (means over 700 tokens) by
     much less. Adam divides by the gradient's size, so where a gradient is small against its own rounding an element

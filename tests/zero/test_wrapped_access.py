@@ -320,7 +320,7 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.grid), 2, 3])
 def test_uses_of_parameters(stage: int) -> None:
     """Every action; a fifth of a third of all cases under stage 3, and an eighth of a third under each other, where
     parameters are whole."""
@@ -608,9 +608,10 @@ def train_all_compiled(cases: list[tuple[int, str, str]]) -> list[dict[str, Tens
     return [train_compiled(*case) for case in cases]
 
 
-COMPILED = [(stage, how, "eager") for how in ("before", "after", "blocks") for stage in (1, 3)]
-COMPILED += [(3, "blocks", "inductor")]
-FURTHER = [(3, "after", "inductor"), (1, "blocks", "inductor")]
+COMPILED = [(3, how, "eager") for how in ("before", "after", "blocks")]
+COMPILED += [(1, "after", "eager"), (3, "blocks", "inductor")]
+FURTHER = [(1, "before", "eager"), (1, "blocks", "eager")]
+FURTHER += [(3, "after", "inductor"), (1, "blocks", "inductor")]
 
 
 @pytest.mark.parametrize(

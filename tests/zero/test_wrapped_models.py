@@ -186,7 +186,7 @@ def gans(cases: list[tuple[int, str]]) -> list[list[dict[str, Tensor]]]:
     return [gan(*case) for case in cases]
 
 
-@pytest.mark.parametrize("stages", [(0, 3), (1, 2)])
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.grid)])
 def test_two_engines_of_a_gan(stages: tuple[int, ...]) -> None:
     """The maker's loss gives the judge gradients too: dropped by zero_grad, else they add up as in plain PyTorch."""
     cases = [(stage, how) for stage in stages for how in HOW]

@@ -398,8 +398,11 @@ def training_cases(stages: int) -> list[Case]:
 
 
 def test_buckets_of_any_size_give_the_training_of_one_process() -> None:
-    """Every size with every shape, in one of the stages of ZeRO; in all of them by the grid."""
-    run_all(training_cases(stages=1))
+    """Every size with two of the four shapes, in one of the stages of ZeRO; all combinations by the grid."""
+    cases, shapes = training_cases(stages=1), 4
+    some = [case for n, case in enumerate(cases) if (n // shapes + n % shapes) % 2 == 0]
+    assert {case.zero for case in some} == {0, 1, 2, 3}
+    run_all(some)
 
 
 @pytest.mark.grid

@@ -57,28 +57,35 @@ CASES = [
     (Case(dp=2, dtype="fp32", zero=2, bucket_mib=0.03), STATES),
     (Case(dp=2, dtype="bf16", zero=3, microbatches=3, bucket_mib=0.03), STATES + PARAMS),
     (Case(dp=2, dtype="fp16", zero=3, prefetch=2), [("nvme", "nvme"), ("cpu", "cpu")]),
+    (Case(pp=2, dp=2, dtype="fp32", zero=3, microbatches=3, model="llama"), [("nvme", "nvme")]),
+    (Case(dp=2, tp=2, dtype="fp32", zero=3, sequence=True, dropout=0.1), [("cpu", "nvme")]),
+    (Case(dp=4, shard=2, dtype="fp32", zero=3, microbatches=1), [("nvme", "nvme")]),
+]
+OTHER_CASES = [
     (Case(pp=2, dp=2, dtype="fp32", zero=3, microbatches=3), STATES + PARAMS),
-    (
-        Case(dp=2, tp=2, dtype="fp32", zero=3, sequence=True, dropout=0.1),
-        [("nvme", "nvme"), ("cpu", "nvme")],
-    ),
+    (Case(dp=2, tp=2, dtype="fp32", zero=3, sequence=True, dropout=0.1), [("nvme", "nvme")]),
     (
         Case(pp=2, dp=2, tp=2, dtype="fp32", zero=2, model="llama"),
         [("nvme", "none"), ("cpu", "none")],
     ),
-    (Case(dp=4, shard=2, dtype="fp32", zero=3, microbatches=1), [("nvme", "nvme")]),
 ]
 
 
-@pytest.mark.parametrize(("case", "places"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "places"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.grid) for case in OTHER_CASES)],
+    ids=str,
+)
 def test_the_place_changes_no_bit(case: Case, places: list[Place]) -> None:
     run_ranks(case.world, check, case, ("none", "none"), places, 0.0)
 
 
 ALONE = [
-    (Case(dtype="fp32", zero=3), 1e-6),
+    pytest.param(Case(dtype="fp32", zero=3), 1e-6, marks=pytest.mark.grid),
     (Case(dtype="fp64", zero=2), 1e-12),
-    (Case(pp=2, tp=2, dtype="fp64", zero=3, model="qwen-tied"), 1e-12),
+    pytest.param(
+        Case(pp=2, tp=2, dtype="fp64", zero=3, model="qwen-tied"), 1e-12, marks=pytest.mark.grid
+    ),
     (Case(tp=2, dtype="fp32", zero=3, microbatches=1, sequence=True, bucket_mib=0.03), 1e-6),
 ]
 
@@ -107,7 +114,9 @@ def train_one_bucket(microbatches: int, place: str, dp: int) -> list[float]:
     return [engine.step(share(batch(step, rows), engine.topology)).grad_norm for step in range(3)]
 
 
-@pytest.mark.parametrize(("dp", "microbatches"), [(1, 3), (2, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("dp", "microbatches"), [(1, 3), pytest.param(2, 2, marks=pytest.mark.grid), (2, 4)]
+)
 def test_a_bucket_that_is_still_on_its_way_home_is_waited_for(dp: int, microbatches: int) -> None:
     """With one bucket, the next micro-batch's gradients leave right after, and are added to what comes from there."""
     memory, drive = (

@@ -181,7 +181,7 @@ def train_plainly(case: Case, count: int) -> Result:
 
 # --------------------------------------------------------------------------------------------- places change no number
 
-# cases, and places of their states, of which the last one or two run always
+# cases, and places of their states
 TWO_RANKS = [
     (Case(stage=1), STATES),
     (Case("llama", stage=2, dtype="bf16", checkpointing=True), STATES),
@@ -199,8 +199,14 @@ TWO_RANKS = [
 
 
 def test_on_two_ranks_offload_changes_no_bit() -> None:
-    often = [(case, places[-2:] if case.stage == 3 else places[-1:]) for case, places in TWO_RANKS]
-    check_two_ranks(often)
+    """Every case but two like others, in one place, one of them in two."""
+    often = [TWO_RANKS[number] for number in (0, 1, 4, 5, 6, 7, 8)]
+    check_two_ranks(
+        [
+            (case, places[-2:] if case.checkpointing and case.stage == 3 else places[-1:])
+            for case, places in often
+        ]
+    )
 
 
 @pytest.mark.grid

@@ -25,14 +25,24 @@ BASE = Case(pp=2, layers=4, microbatches=4)
 Place = tuple[tuple[str, ...], int, int]
 
 
-def test_training_equals_that_of_one_process() -> None:
+TRAINED = [
+    replace(BASE, schedule="chimera", dp=2, zero=3, model="qwen-tied", bucket_mib=0.02),
+    replace(BASE, schedule="dualpipe", tp=2, sequence=True, recompute="full", dropout=0.1),
+    replace(BASE, schedule="dualpipe", dp=2, zero=2, model="gpt-untied"),
+    replace(BASE, schedule="chimera", tp=2, model="llama", bucket_mib=0.02),
+]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(TRAINED[:2], id="some"),
+        pytest.param(TRAINED[2:], id="others", marks=pytest.mark.grid),
+    ],
+)
+def test_training_equals_that_of_one_process(cases: list[Case]) -> None:
     """More shapes, with recompute and offload: tests/schedules/test_schedules_training.py."""
-    run_all([
-        replace(BASE, schedule="chimera", dp=2, zero=3, model="qwen-tied", bucket_mib=0.02),
-        replace(BASE, schedule="dualpipe", dp=2, zero=2, model="gpt-untied"),
-        replace(BASE, schedule="dualpipe", tp=2, sequence=True, recompute="full", dropout=0.1),
-        replace(BASE, schedule="chimera", tp=2, model="llama", bucket_mib=0.02),
-    ])  # fmt: skip
+    run_all(cases)
 
 
 def test_ties_of_more_stages_and_frozen_layers() -> None:

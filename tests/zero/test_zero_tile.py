@@ -34,9 +34,11 @@ CASES = [
     Case(dp=2, tp=2, zero=3, tile=3, sequence=True, model="llama"),
     Case(pp=2, dp=2, zero=3, tile=2, microbatches=8),
     Case(zero=3, tile=2, offload_params="nvme", offload_optimizer="nvme"),
-    Case(dp=2, zero=3, tile=2, offload_params="nvme", dropout=0.1),
+    pytest.param(
+        Case(dp=2, zero=3, tile=2, offload_params="nvme", dropout=0.1), marks=pytest.mark.grid
+    ),
     Case(dp=2, zero=3, tile=3, offload_params="cpu", recompute="full"),
-    Case(dp=2, zero=3, tile=3, recompute="selective"),
+    pytest.param(Case(dp=2, zero=3, tile=3, recompute="selective"), marks=pytest.mark.grid),
 ]
 
 

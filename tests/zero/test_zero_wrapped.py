@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from tests import hf_models
 from tests.configs import topology_of
+from tests.covering import some_always
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.distributed.topology import Topology
 from threed.engine import Engine
 
 ROWS = 8
-MODELS = ["gpt2", "llama", "qwen3", "bert", "t5"]
+MODELS = ["gpt2", "llama", pytest.param("qwen3", marks=pytest.mark.grid), "bert", "t5"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,10 @@ def test_a_transformers_model_trains_as_in_plain_pytorch(model: str) -> None:
     check([Case(model, stage) for stage in (0, 1, 2, 3)], 2)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    ["gpt2", "t5", *(pytest.param(m, marks=pytest.mark.grid) for m in ("llama", "qwen3", "bert"))],
+)
 def test_gradient_checkpointing(model: str) -> None:
     kinds = ("reentrant", "non-reentrant")
     check([Case(model, stage, checkpointing=kind) for stage in (2, 3) for kind in kinds], 2)
@@ -119,8 +124,8 @@ def test_gradient_checkpointing(model: str) -> None:
 FROZEN = [
     ("gpt2", "attn"),
     ("llama", "layers.1"),
-    ("qwen3", "embed_tokens"),
-    ("bert", "embeddings"),
+    pytest.param("qwen3", "embed_tokens", marks=pytest.mark.grid),
+    pytest.param("bert", "embeddings", marks=pytest.mark.grid),
     ("t5", "shared"),
 ]
 
@@ -131,8 +136,12 @@ def test_frozen_parameters(model: str, frozen: str) -> None:
     check([*plain, Case(model, 3, frozen=frozen, checkpointing="non-reentrant")], 2)
 
 
-@pytest.mark.parametrize("frozen", ["", "blocks.1", "blocks.0.0", "embed"])
-@pytest.mark.parametrize("model", ["odd", "odd-span"])
+@pytest.mark.parametrize(
+    ("model", "frozen"),
+    some_always(
+        list(itertools.product(["odd", "odd-span"], ["", "blocks.1", "blocks.0.0", "embed"])), 3
+    ),
+)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_what_modules_may_do(model: str, frozen: str) -> None:
     """Called twice, used elsewhere, unused, used now and then, recomputed in one piece; frozen in parts."""
@@ -145,18 +154,23 @@ def test_ranks_may_use_different_parameters() -> None:
     check([Case("odd-whim", stage, microbatches=1, shard=2) for stage in (1, 2)], 4)
 
 
-def test_slices_over_a_part_of_the_ranks() -> None:
-    check(
-        [Case(m, stage, microbatches=1, shard=2) for m in ("gpt2", "t5") for stage in (1, 2, 3)], 4
-    )
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([("gpt2", 1), ("gpt2", 2), ("t5", 3)], id="some"),
+        pytest.param([("t5", 1), ("t5", 2), ("gpt2", 3)], id="others", marks=pytest.mark.grid),
+    ],
+)
+def test_slices_over_a_part_of_the_ranks(cases: list[tuple[str, int]]) -> None:
+    check([Case(model, stage, microbatches=1, shard=2) for model, stage in cases], 4)
 
 
-def test_small_parameters_may_stay_whole() -> None:
-    check(
-        [
-            Case("llama", 3, resident=size, bucket_mib=mib)
-            for size in (100, 10**6)
-            for mib in (1e-3, 64.0)
-        ],
-        2,
-    )
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([(100, 1e-3), (10**6, 64.0)], id="some"),
+        pytest.param([(100, 64.0), (10**6, 1e-3)], id="others", marks=pytest.mark.grid),
+    ],
+)
+def test_small_parameters_may_stay_whole(cases: list[tuple[int, float]]) -> None:
+    check([Case("llama", 3, resident=size, bucket_mib=mib) for size, mib in cases], 2)

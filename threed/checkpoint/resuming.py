@@ -1,5 +1,6 @@
-"""Compares a checkpoint with the run that resumes from it, with one rule per configuration key.
+"""Finds the checkpoints from which a run resumes, and compares them with the run, key by key.
 
+    paths = candidates(folder, after_restart(folder, config.checkpoint.resume))
     found = compare(manifest, config, data)
     found.refused          differences that prevent the resume, each with its fix
     found.applied          other differences to report, each with old value, new value and effect
@@ -11,22 +12,24 @@ another framework, only the model and the optimizer are compared.
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from threed.checkpoint.files import CheckpointError, plain
-from threed.checkpoint.manifest import parts_of
+from threed.checkpoint.manifest import parts_of, read_manifest
 from threed.config.arguments import GROUPS
 from threed.config.groups import Config, ModelConfig, OptimConfig, key_name, python_name
-from threed.config.resolution import resolve_model, spelled_as
+from threed.config.resolution import resolve_model
 from threed.config.schema import written
+from threed.core import process
 from threed.core.source import names_model
 from threed.data import Data
-from threed.zero.rates import rate_schedule
+from threed.zero.rates import describe_rate_change
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import state_names
 
@@ -146,7 +149,6 @@ CONTENTS: tuple[tuple[str, Change, str], ...] = (
 The contents are compared instead of the keys `data.path` and `data.tokenizer`, because the same
 contents may be at a different path.
 """
-RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
 
@@ -173,6 +175,58 @@ class Comparison:
         return self.applied
 
 
+def candidates(folder: Path, resume: str) -> Iterator[Path]:
+    """Yields the checkpoints that a resume tries, in the order in which it tries them.
+
+    Args:
+        folder: run folder.
+        resume: "auto" for the run folder's checkpoints by descending step; "none" for no
+            checkpoints; or the path of a single checkpoint.
+    """
+    if resume == "auto":
+        steps = [
+            path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()
+        ]
+        yield from sorted(steps, key=step_of, reverse=True)
+    elif resume != "none":
+        yield Path(resume)
+
+
+def after_restart(folder: Path, resume: str) -> str:
+    """Returns the value of `checkpoint.resume` to use after a possible restart by torchrun.
+
+    If torchrun has restarted this job and the job has already saved a checkpoint, the value is
+    "auto". With the configured value, the run would start from a different state and abandon that
+    checkpoint. Otherwise the configured value is returned.
+
+    Args:
+        folder: run folder.
+        resume: the configured value of `checkpoint.resume`.
+    """
+    job = job_name()
+    if resume == "auto" or job is None or process.restarts() == 0:
+        return resume
+    for path in candidates(folder, "auto"):
+        with suppress(CheckpointError):
+            if read_manifest(path)["state"]["extra"].get("job") == job:
+                return "auto"
+    return resume
+
+
+def job_name() -> str | None:
+    """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
+
+    Checkpoints contain this id, so that `after_restart` can find the checkpoints of this job.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
+
+
+def step_of(path: Path) -> int:
+    """Returns the step of a checkpoint from the name of its folder, step-N."""
+    return int(path.name[5:])
+
+
 def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison:
     """Compares a checkpoint with the run that resumes from it.
 
@@ -183,23 +237,25 @@ def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison
     """
     if manifest is None:
         return Comparison()
-    model = model_differences(manifest, config)
-    model += optimizer_differences(manifest, config)
-    if not _is_of_a_run(manifest):
-        return Comparison(model)
+    found = _compare_keys(manifest, config, data) if _is_of_a_run(manifest) else Comparison()
+    found.refused += model_differences(manifest, config)
+    found.refused += optimizer_differences(manifest, config)
+    if found.applied:  # changed keys may change the learning rate
+        found.applied += describe_rate_change(manifest["config"], config, manifest["state"])
+    return found
+
+
+def _compare_keys(manifest: Manifest, config: Config, data: Data) -> Comparison:
+    """Compares data, tokenizer and configuration keys; models and optimizers are not compared."""
     saved, extra, found = manifest["config"], manifest["state"]["extra"], Comparison()
     if _tokenizer_differs(extra, data):
         names = f"{plain(saved['data']['tokenizer'])}, and --data.tokenizer {config.data.tokenizer} gives other ids"
         found.refused.append(f"the checkpoint was trained with tokenizer {names}: {OTHER_IDS}")
-    found.refused += model
     if extra.get("data_sha256", data.sha256) != data.sha256:
         found.applied.append(OTHER_DATA)
-    changed = {key: both for key, *both in _changes(saved, config)}
-    for key, (before, now) in changed.items():
+    for key, before, now in _changes(saved, config):
         if BY_KEY[key].change == "applied":
             found.applied.append(f"{key} was {before} and is {now}: {BY_KEY[key].note}")
-    if changed.keys() & set(RATE):
-        found.applied += _learning_rate_change(manifest, config)
     return found
 
 
@@ -250,20 +306,6 @@ def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
     return str(plain(saved[name]))
 
 
-def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line of text if the run's keys change the learning rate of the next step."""
-    state, saved = manifest["state"], manifest["config"]
-    done = torch.tensor(float(state["updates"]), dtype=torch.float64)
-    # If another version of threed saved keys that are not valid here, the rates are not compared.
-    with suppress(ValueError, KeyError, TypeError):
-        optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
-        before = float(rate_schedule(optim, steps)(done))
-        now = float(rate_schedule(config.optim, config.train.steps)(done))
-        if abs(now - before) > 1e-9 * max(now, before):
-            step, times = state["steps"] + 1, f", {now / before:.3g} times" if before else ""
-            yield f"the learning rate of step {step} is {now:.4g}{times} the {before:.4g} of the checkpoint's keys"
-
-
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns one line of text per difference between the models that prevents a resume."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
@@ -291,6 +333,21 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
         differs = f"has {key} = {before}, this run has {wanted[key]}"
         found.append(f"the checkpoint's model {differs}: {how}{SHAPE}")
     return found
+
+
+def spelled_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Returns a saved model configuration in the notation of `model`, to compare the two.
+
+    A Qwen3 without windows can also be written as a Llama with `qk_norm`. If `model` is a Llama
+    with `qk_norm`, such a saved Qwen3 is returned in this notation.
+
+    Args:
+        saved: model configuration of a checkpoint.
+        model: model configuration to compare with.
+    """
+    windows = saved.window is not None or saved.layer_pattern is not None
+    same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
+    return saved.model_copy(update={"arch": "llama", "qk_norm": True}) if same else saved
 
 
 def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
@@ -327,3 +384,21 @@ def resuming_flags(config: Config) -> list[str]:
     repeated key is used.
     """
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]
+
+
+def resume_hint(config: Config, words: list[str] | None) -> str:
+    """Returns how to resume a run, for messages about its end.
+
+    Args:
+        config: the resolved configuration of the run.
+        words: the command that resumes, if it is not the run's own command. This is the case if a
+            Hugging Face folder defined the model, because then the run's command line has no flags
+            for the model, and the command that resumes reads the run's config.toml.
+    """
+    newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
+    if newest is None:
+        return "no checkpoint was saved yet (--checkpoint.every N saves while the run trains; SIGTERM saves before it ends)"
+    more = resuming_flags(config)
+    if words is not None:
+        return f"{shlex.join([*words, *more])} resumes from {newest}"
+    return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"

@@ -1,4 +1,4 @@
-"""Chooses which checkpoints of a run folder are resumed from, kept, deleted, or set aside.
+"""Chooses which checkpoints of a run folder are kept, deleted, or set aside.
 
     demo/checkpoints/step-40                              the highest step, which was saved last
     demo/checkpoints-abandoned-20260801-101500/step-60    set aside by a resume from step 40
@@ -12,7 +12,6 @@ of the run resumes from this checkpoint.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -20,61 +19,10 @@ from pathlib import Path
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
-from threed.core import process
+from threed.checkpoint.resuming import candidates, step_of
 from threed.core.atomic import sync
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
-
-
-def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Yields the checkpoints that a resume tries, in the order in which it tries them.
-
-    Args:
-        folder: run folder.
-        resume: "auto" for the run folder's checkpoints by descending step; "none" for no
-            checkpoints; or the path of a single checkpoint.
-    """
-    if resume == "auto":
-        steps = [
-            path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()
-        ]
-        yield from sorted(steps, key=_step, reverse=True)
-    elif resume != "none":
-        yield Path(resume)
-
-
-def after_restart(folder: Path, resume: str) -> str:
-    """Returns the value of `checkpoint.resume` to use after a possible restart by torchrun.
-
-    If torchrun has restarted this job and the job has already saved a checkpoint, the value is
-    "auto". With the configured value, the run would start from a different state and abandon that
-    checkpoint. Otherwise the configured value is returned.
-
-    Args:
-        folder: run folder.
-        resume: the configured value of `checkpoint.resume`.
-    """
-    job = job_name()
-    if resume == "auto" or job is None or process.restarts() == 0:
-        return resume
-    for path in candidates(folder, "auto"):
-        with contextlib.suppress(CheckpointError):
-            if native.read_manifest(path)["state"]["extra"].get("job") == job:
-                return "auto"
-    return resume
-
-
-def job_name() -> str | None:
-    """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
-
-    Checkpoints contain this id, so that `after_restart` can find the checkpoints of this job.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if name == "none" else name
-
-
-def _step(path: Path) -> int:
-    return int(path.name[5:])
 
 
 def _covered_steps(path: Path) -> Iterator[int]:
@@ -83,7 +31,7 @@ def _covered_steps(path: Path) -> Iterator[int]:
     A checkpoint that is due after a skipped step is deferred: it is not saved, and the next saved
     checkpoint replaces it.
     """
-    yield _step(path)
+    yield step_of(path)
     with contextlib.suppress(CheckpointError):
         put_off = native.read_manifest(path)["state"]["extra"].get("put_off")
         yield from (
@@ -215,7 +163,7 @@ class Retention:
         return str(collectives.exchange(text, self.everyone)[0])
 
     def _move_later(self, step: int) -> str:
-        later = [path for path in candidates(self.folder, "auto") if _step(path) > step]
+        later = [path for path in candidates(self.folder, "auto") if step_of(path) > step]
         if not later or self.everyone.index:
             return ""
         aside = _new_folder(self.folder / time.strftime("checkpoints-abandoned-%Y%m%d-%H%M%S"))

@@ -16,15 +16,13 @@ import platform
 import shlex
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
-from threed.checkpoint.resuming import compare, resuming_flags
-from threed.checkpoint.retention import after_restart, candidates
+from threed.checkpoint.resuming import after_restart, candidates, compare, resume_hint
 from threed.config import Config, ConfigError
-from threed.config.arguments import Options, format_problems, help_text, load
+from threed.config.arguments import Options, format_problems, load
 from threed.config.checks import check_vocab
 from threed.config.renames import report_renames
 from threed.config.resolution import resolve
@@ -107,31 +105,29 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     try:
         ranks = join()
         config, options = load(
-            flags, defaults=defaults, world_size=ranks.world,
+            flags, prog=prog, defaults=defaults, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
             more=_data_problems,
             # One rank per machine checks the folder.
             begin=functools.partial(pretrained.find, check=_local_rank() == 0),
         )  # fmt: skip
         if options.help:
-            return _print_once(help_text(config, prog))
+            return _print_once(options.help)
         report_renames(options.notes)
         _check_arch(config, options, arch, prog, named)
         world = options.world_size or ranks.world
-        data = _open(config)
+        data = open_configured(config)
         config = resolve(config, data.vocab, world)
         forecast = _forecast(config, world, options.dry_run, options.gpu)
+        problems = _problems_here(config, forecast, data, options.dry_run)
     except LauncherError as error:
         return refuse(f"threed: {error}")
     except ConfigError as error:
         return refuse(format_problems(error.problems))
-    problems = _problems_here(config, forecast, data, options.dry_run)
     problems += _device_problems(ranks.local_world or 1)
     if options.dry_run:
-        if unusable := _named_checkpoint_problems(config, data):
-            return refuse(format_problems(unusable))
         # A dry run may plan for another machine, so it only prints the problems of this machine.
-        text = [] if forecast is None else _plan_lines(forecast, config, options)
+        text = [] if forecast is None else [forecast.dry_run_text(), *_notes(config, options)]
         return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
         problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
@@ -149,7 +145,7 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     # after these measurements.
     if config.parallel.partition == "measured":
         forecast = None
-    code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
+    code = _exit_code(config, data, command, words, forecast)
     try:
         collectives.leave(code)
     except RuntimeError:  # rank 0 failed after the last step, and has reported the error
@@ -157,17 +153,24 @@ def _run(argv: list[str], arch: str | None, prog: str, named: bool) -> int:
     return code
 
 
-def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
-    """Runs the training and returns this rank's exit code; if it ends early, reports the reason."""
+def _exit_code(
+    config: Config, data: Data, command: list[str], words: list[str] | None, forecast: Forecast | None
+) -> int:  # fmt: skip
+    """Trains and returns this rank's exit code; if the training ends early, reports the reason.
+
+    Args:
+        config, data, command, forecast: see `_train`.
+        words: see `resume_hint`.
+    """
     try:
-        run()
+        _train(config, data, command, forecast)
     except LostContact:  # the death of the other rank is already reported
         return 1
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_resume_hint(config, words)) from None
+        raise KeyboardInterrupt(resume_hint(config, words)) from None
     except tuple(ENDINGS) as error:
         code, resumable = next(e for kind, e in ENDINGS.items() if isinstance(error, kind))
-        more = f"; {_resume_hint(config, words)}" if resumable else ""
+        more = f"; {resume_hint(config, words)}" if resumable else ""
         return refuse(f"threed: {error}{more}", code)
     except SwapError as error:  # the offload drive of this rank failed
         return refuse(f"threed: {error}", shared=False)
@@ -216,18 +219,6 @@ def _resume_words(config: Config, options: Options) -> list[str]:
     """Returns the flags that resume a run that started from a Hugging Face folder."""
     arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
-
-
-def _resume_hint(config: Config, words: list[str] | None) -> str:
-    newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
-    if newest is None:
-        return "no checkpoint was saved yet (--checkpoint.every N saves while the run trains; SIGTERM saves before it ends)"
-    more = resuming_flags(config)
-    # With `words`, a Hugging Face folder defined the model. The original command line has no flags
-    # for the model, so the command that resumes reads the run's config.toml.
-    if words is not None:
-        return f"{shlex.join([*words, *more])} resumes from {newest}"
-    return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
 def _check_arch(config: Config, options: Options, arch: str | None, prog: str, named: bool) -> None:
@@ -280,12 +271,6 @@ def _print_once(text: str) -> int:
     return 0
 
 
-def _plan_lines(forecast: Forecast, config: Config, options: Options) -> list[str]:
-    """Returns the text of a dry run, without the problems of this machine."""
-    more = [text for text in (forecast.longest_text(), forecast.imbalance_text()) if text]
-    return [forecast.text(), *more, *_notes(config, options)]
-
-
 def _notes(config: Config, options: Options) -> list[str]:
     """Returns notes on the configuration, to print at the start.
 
@@ -297,13 +282,6 @@ def _notes(config: Config, options: Options) -> list[str]:
         note = f"bytes: 257 of the model's {vocab} token ids are used. For its published tokenizer"
         lines.append(f"tokenizer  {note}: {how_to_download(vocab)}")
     return lines
-
-
-def _open(config: Config) -> Data:
-    try:
-        return open_configured(config)
-    except (ValueError, OSError) as error:
-        raise ConfigError([str(error)]) from None
 
 
 def _forecast(config: Config, world: int, alone: bool, gpu: str | None) -> Forecast | None:
@@ -349,12 +327,21 @@ def _problems_here(
         data: the training data.
         dry_run: whether to skip the checks of free space and of the drive, because the run may be
             planned for another machine.
+
+    Raises:
+        ConfigError: in a dry run, if it cannot resume from the checkpoint that
+            `checkpoint.resume` names.
     """
     folder, drive = Path(config.run.dir or "runs"), config.zero.nvme_path
-    if not (problems := _folder_problems(folder)):
-        problems = _resume_problems(folder, config, data)
-        if forecast is not None and not dry_run:
-            problems += _space_problems(folder, forecast)
+    named = dry_run and config.checkpoint.resume not in ("auto", "none")
+    problems, space = _folder_problems(folder), list[str]()
+    if forecast is not None and not dry_run and not problems:
+        space = _space_problems(folder, forecast)
+    if named or not problems:
+        resume = _resume_problems(folder, config, data)
+        if named and resume:
+            raise ConfigError(resume)
+        problems += [*resume, *space]
     # The drive's free space is checked later, when offload reserves its files.
     if drive is not None and not dry_run and (reason := _obstacle(Path(drive))):
         problems += [f"--zero.nvme-path {drive}: {reason}; name a folder on the drive"]
@@ -426,13 +413,6 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
             if resume != "auto":
                 return [str(error)]
     return []
-
-
-def _named_checkpoint_problems(config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint that `checkpoint.resume` names, if it is a path."""
-    if config.checkpoint.resume in ("auto", "none"):
-        return []
-    return _resume_problems(Path(config.run.dir or "runs"), config, data)
 
 
 def _device_problems(local_world: int) -> list[str]:

@@ -131,9 +131,8 @@ def train_help(tool: str, arch: str | None) -> str:
         tool: "train" or "plan".
         arch: an architecture or FILE.py:MODEL, whose defaults are shown; None if not given.
     """
-    from threed.config.arguments import help_text, load
+    from threed.config.arguments import load
 
-    config, _ = load(["--help"], defaults={"model": {"arch": arch}} if arch else {})
     action = "Trains a model" if tool == "train" else "Forecasts memory, traffic and time of a run"
     about = f"{action}. ARCH is {', '.join(architectures.NAMES)}; FILE.py:MODEL is a class of a Python file."
     default = "Without both, the preset or file determines the architecture; its default is gpt."
@@ -141,7 +140,9 @@ def train_help(tool: str, arch: str | None) -> str:
         default += " --from-megatron 'FLAGS' translates flags of Megatron-LM, prints the command of threed, and plans it."
     examples = "".join(f"\n  {line}" for line in _TRAIN_EXAMPLES[tool])
     about = f"{textwrap.fill(f'{about} {default}', 78)}\n\nexamples:{examples}"
-    return help_text(config, f"threed {tool} {arch or '[ARCH | FILE.py:MODEL]'}", about=about)
+    prog = f"threed {tool} {arch or '[ARCH | FILE.py:MODEL]'}"
+    defaults = {"model": {"arch": arch}} if arch else {}
+    return load(["--help"], prog=prog, about=about, defaults=defaults)[1].help
 
 
 def _schedule(add: Add) -> None:

@@ -28,6 +28,7 @@ from typing import Any, get_args
 from threed.config import files
 from threed.config.checks import find_problems, find_unused
 from threed.config.files import PRESETS as PRESETS
+from threed.config.files import Topologies
 from threed.config.groups import Config, ConfigError, key_name, python_name
 from threed.config.renames import Renames
 from threed.config.schema import (
@@ -39,10 +40,10 @@ from threed.config.schema import (
     written,
 )
 from threed.config.suggestions import suggest
-from threed.config.topologies import Topologies, choose_sizes, explain_sizes, read_topologies
+from threed.config.topologies import choose_sizes
 from threed.config.values import MOST_RANKS, Takes
 from threed.core.messages import counted, did_you_mean
-from threed.core.parse import ParseError, plain
+from threed.core.parse import plain
 from threed.core.source import find_model, names_model
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -65,19 +66,19 @@ class Options:
         dry_run: whether to check the configuration and print a report, but not train.
         world_size: the value of `--world-size`; None without this flag.
         gpu: the value of `--gpu`, the GPU that a dry run assumes; None without this flag.
-        help: whether `--help` was given.
+        help: the text of `--help` if it was given, otherwise empty.
         flags: keys that were given as flags, as `group.field`.
         pretrained: whether the run starts from a folder of pretrained weights that defines the
             model.
         notes: a line per renamed key in use, with the old and the new spelling.
         notice: lines for the user if the preset or file has topologies, but none for the number of
-            ranks, or if several pipeline ranks were chosen (`explain_sizes`); otherwise empty.
+            ranks, or if several pipeline ranks were chosen (`choose_sizes`); otherwise empty.
     """
 
     dry_run: bool = False
     world_size: int | None = None
     gpu: str | None = None
-    help: bool = False
+    help: str = ""
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
     notes: tuple[str, ...] = ()
@@ -87,8 +88,10 @@ class Options:
 def load(
     argv: list[str],
     *,
+    prog: str = "",
+    about: str = "",
     defaults: Groups | None = None,
-    presets: Path = PRESETS,
+    presets: Path | None = PRESETS,
     begin: Callable[[Config], Groups] = lambda config: {},
     world_size: int | None = None,
     local_world: int | None = None,
@@ -101,8 +104,9 @@ def load(
 
     Args:
         argv: command line without the program's name.
+        prog, about: see `help_text`.
         defaults: the program's defaults, {group: {key: value}}.
-        presets: folder with a TOML file per preset; by default, the package's folder.
+        presets: folder with a TOML file per preset; None for a custom program without presets.
         begin: function that returns the values of the folder of pretrained weights that the run
             starts from, or {} without such a folder. These values override the preset or file,
             except `seq`, `dropout` and `tokenizer`. A flag that contradicts the folder's model is a
@@ -128,7 +132,8 @@ def load(
         for key, value in keys.items():
             draft.put(group, key, value, PROGRAM)
     if "--help" in argv or "-h" in argv:
-        return draft.validate(), Options(help=True)
+        config = draft.validate()
+        return config, Options(help=help_text(config, prog, about=about, custom=presets is None))
     given = draft.split(argv)
     source = draft.read_file(given, presets)
     asked = draft.world_size(given)
@@ -144,12 +149,11 @@ def load(
     draft.find_custom_model(config)
     chooses = choose_topology and machines is None and ("parallel", "pp") not in draft.sources
     if chooses and (ranks := asked or world_size):
-        config = choose_sizes(config, ranks)
-        notice = "\n".join(filter(None, (notice, explain_sizes(config, ranks))))
+        config, why = choose_sizes(config, ranks)
+        notice = "\n".join(filter(None, (notice, why)))
     flags = frozenset(map(renames.current_name, given))
-    notes = tuple(dict.fromkeys(draft.notes))
     options = Options(
-        "dry_run" in flags, asked, given.get("gpu"), False, flags, "model" in found, notes, notice
+        "dry_run" in flags, asked, given.get("gpu"), "", flags, "model" in found, tuple(dict.fromkeys(draft.notes)), notice
     )  # fmt: skip
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
@@ -288,35 +292,23 @@ class _Draft:
             # must not use the `run.dir` in that file, because it is the folder of the earlier run.
             self.values["run"].pop("dir", None)
 
-    def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
+    def read_file(self, given: Mapping[str, Any], presets: Path | None) -> Path | None:
         """Sets the values of the preset or TOML file. Returns its path, or None."""
-        source, problem = files.find(given.get("preset"), given.get("config"), presets)
-        self.problems += [problem] if problem else []
-        self.complete = not problem
-        if source is not None:
-            self._read_toml(source)
-            if self.value("run", "name") is None:
-                self.put("run", "name", source.stem, str(source))
-        return source
-
-    def _read_toml(self, path: Path) -> None:
-        try:
-            tables = files.read(path)
-        except ParseError as error:
-            self.problems.append(str(error))
-            self.complete = False
-            return
-        self.topologies, problems = read_topologies(tables.pop("topology", {}))
-        self.problems += [f"{path}: {problem}" for problem in problems]
-        for group, keys in tables.items():
+        file = files.read(given.get("preset"), given.get("config"), presets)
+        self.problems += file.problems
+        self.complete, self.topologies, source = file.complete, file.topologies, str(file.path)
+        for group, keys in file.tables.items():
             if isinstance(keys, dict):
-                self._put_table(path, group, keys)
+                self._put_table(source, group, keys)
             else:
                 self.problems.append(
-                    f"{path}: {group} is outside any group; put it under one, such as [train]"
+                    f"{source}: {group} is outside any group; put it under one, such as [train]"
                 )
+        if file.path is not None and self.value("run", "name") is None:
+            self.put("run", "name", file.path.stem, source)
+        return file.path
 
-    def _put_table(self, path: Path, group: str, keys: Mapping[str, Any]) -> None:
+    def _put_table(self, path: str, group: str, keys: Mapping[str, Any]) -> None:
         if not keys and python_name(group) not in GROUPS:
             hint = did_you_mean(group, *GROUPS)
             self.problems.append(f"{path}: [{plain(group)}]: no such group{hint}; --help lists all")
@@ -326,7 +318,7 @@ class _Draft:
                 self.problems.append(
                     f"{path}: {group} has both {spellings[0]} and {key}, which are one key; remove one"
                 )
-            self.put(group, key, value, str(path))
+            self.put(group, key, value, path)
 
     def put_topology(self, source: Path | None, ranks: int | None) -> str:
         """Sets the values of the file's table [topology.N] for N = `ranks`, if it has one.
@@ -337,7 +329,7 @@ class _Draft:
         if source is None or ranks is None or not self.topologies:
             return ""
         for group, keys in self.topologies.get(str(ranks), {}).items():
-            self._put_table(source, group, keys)
+            self._put_table(str(source), group, keys)
         known = ", ".join(sorted(self.topologies, key=int))
         notice = f"topology   {source.stem} has none for {ranks} ranks, only for {known}: its other keys apply"
         return "" if str(ranks) in self.topologies else notice

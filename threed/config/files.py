@@ -1,35 +1,81 @@
-"""Finds and reads the file of `--preset` or `--config`.
+"""Finds and reads the file of `--preset` or `--config`, with its topologies.
 
-source, problem = find("tiny", None, PRESETS)       # (the path of tiny.toml, "")
-tables = read(source)                               # {"train": {"steps": 200, …}, …}
+    file = read("tiny", None, PRESETS)
+    file.tables                            # {"train": {"steps": 200, …}, …}
+    file.topologies["8"]                   # {"parallel": {"tp": 2}, "zero": {"stage": 1}}
+
+A topology is a table with the values of keys for a run of N ranks:
+
+    [topology.8]
+    parallel.tp = 2
+    zero.stage = 1
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from threed.config.schema import key_name
 from threed.core.parse import ParseError, read_toml
 
 PRESETS = Path(__file__).with_name("presets")
+# The keys that a topology may set: all keys of these groups, and `train.micro-batch`. None of
+# them changes the batches, the model or the optimizer, so a run may resume with another topology.
+TOPOLOGY_GROUPS = ("parallel", "zero", "recompute")
+Topologies = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
-def preset_names(presets: Path) -> list[str]:
-    """Returns the names of all presets in a folder, sorted."""
-    return sorted(path.stem for path in presets.glob("*.toml"))
+def preset_names(presets: Path | None) -> list[str]:
+    """Returns the names of all presets in a folder, sorted; none without a folder."""
+    return [] if presets is None else sorted(path.stem for path in presets.glob("*.toml"))
 
 
-def find(preset: str | None, path: str | None, presets: Path) -> tuple[Path | None, str]:
-    """Returns the TOML file that a command line names, and a problem.
+@dataclass(frozen=True)
+class ConfigFile:
+    """The content of a preset or configuration file. Names and values of keys are not checked.
+
+    Attributes:
+        path: path of the file; None if the command line names no file, or if it does not exist.
+        tables: values by group and key, without topologies.
+        topologies: values of the valid tables [topology.N], by N, group and key.
+        problems: problems of the file.
+        complete: whether the whole file could be read.
+    """
+
+    path: Path | None = None
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    topologies: Topologies = field(default_factory=dict)
+    problems: Sequence[str] = ()
+    complete: bool = True
+
+
+def read(preset: str | None, path: str | None, presets: Path | None) -> ConfigFile:
+    """Reads the TOML file that a command line names.
 
     Args:
         preset: the value of `--preset`; None without this flag.
         path: the value of `--config`; None without this flag.
-        presets: folder with a TOML file per preset.
-
-    Returns:
-        The path, or None if no file is named or if there is a problem; and the problem, or "".
+        presets: folder with a TOML file per preset; None without presets.
     """
+    source, problem = _find(preset, path, presets)
+    if source is None:
+        return ConfigFile(problems=[problem] if problem else (), complete=not problem)
+    try:
+        tables = read_toml(source)
+    except ParseError as error:
+        toml = source.suffix == ".toml"
+        fix = "correct it there" if toml else "only TOML is read; convert the file to TOML"
+        problem = str(ParseError(source, f"{error.reason}; {fix}"))
+        return ConfigFile(source, problems=[problem], complete=False)
+    topologies, problems = _read_topologies(tables.pop("topology", {}))
+    return ConfigFile(source, tables, topologies, [f"{source}: {text}" for text in problems])
+
+
+def _find(preset: str | None, path: str | None, presets: Path | None) -> tuple[Path | None, str]:
+    """Returns the path of the file, or None if none is named or found; and a problem, or ""."""
     if preset is not None and path is not None:
         return None, "--preset and --config together: give one, and the differences as flags"
     names = ", ".join(preset_names(presets)) or "none"
@@ -38,7 +84,7 @@ def find(preset: str | None, path: str | None, presets: Path) -> tuple[Path | No
         return (None, f"--config {path}: {problem}") if problem else (Path(path).expanduser(), "")
     if preset is None:
         return None, ""
-    if preset not in preset_names(presets):
+    if presets is None or preset not in preset_names(presets):
         return None, f"--preset {preset}: no such preset; there are {names}"
     return presets / f"{preset}.toml", ""
 
@@ -64,15 +110,34 @@ def _file_problem(path: str, names: str) -> str:
     return "is not a regular file; write the configuration to a TOML file, and give its path"
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Returns the tables of a configuration file.
+def _read_topologies(tables: Any) -> tuple[Topologies, list[str]]:
+    """Checks the structure of all topologies of a file.
 
-    Raises:
-        ParseError: if the file is not readable, too large, or not TOML.
+    Args:
+        tables: the content of the table `topology`, as parsed.
+
+    Returns:
+        The valid topologies, {N: {group: {key: value}}}; and a list with a line for each invalid
+        topology. The values of keys are not checked.
     """
-    try:
-        return read_toml(file)
-    except ParseError as error:
-        toml = file.suffix == ".toml"
-        fix = "correct it there" if toml else "only TOML is read; convert the file to TOML"
-        raise ParseError(file, f"{error.reason}; {fix}") from None
+    if not isinstance(tables, dict):
+        return {}, ["topology is not a table; write [topology.8], for example"]
+    found = {ranks: _topology_problem(ranks, groups) for ranks, groups in tables.items()}
+    valid = {ranks: groups for ranks, groups in tables.items() if not found[ranks]}
+    return valid, [f"topology.{ranks}: {problem}" for ranks, problem in found.items() if problem]
+
+
+def _topology_problem(ranks: str, groups: Any) -> str:
+    """Returns why a topology is invalid, or "" if it is valid."""
+    if not (ranks.isdecimal() and ranks == str(int(ranks)) != "0" and isinstance(groups, dict)):
+        return "not a table for a number of ranks; write [topology.8], for example"
+    for group, keys in groups.items():
+        if not isinstance(keys, dict):
+            return f"{group} is outside any group; write group.key, such as parallel.tp"
+        for key in map(key_name, keys):
+            if group not in TOPOLOGY_GROUPS and (group, key) != ("train", "micro-batch"):
+                why = (
+                    f"{group}.{key} must not depend on the number of ranks; put it under [{group}]"
+                )
+                return f"{why} (a topology sets only {', '.join(TOPOLOGY_GROUPS)} and train.micro-batch)"
+    return ""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from threed.config.arguments import help_text, load
+from threed.config.arguments import load
 from threed.config.groups import Config, ConfigError
 from threed.config.renames import report_renames
 
@@ -43,10 +42,12 @@ def program_config(
         ConfigError: if the command line has problems; the message lists all of them.
         SystemExit: after printing the help.
     """
-    config, options = load(argv, defaults=defaults, presets=Path(), world_size=world_size)
+    config, options = load(
+        argv, prog=prog, about=about, defaults=defaults, presets=None, world_size=world_size
+    )
     if options.help:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(help_text(config, prog, about=about, custom=True))
+            print(options.help)
         raise SystemExit(0)
     report_renames(options.notes)
     if options.dry_run or options.world_size is not None:

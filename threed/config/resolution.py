@@ -234,18 +234,3 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
     if model.vocab is None and vocab is not None:
         derived["vocab"] = vocab
     return model.model_copy(update=derived)
-
-
-def spelled_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved model configuration in the notation of `model`, to compare the two.
-
-    A Qwen3 without windows can also be written as a Llama with `qk_norm`. If `model` is a Llama
-    with `qk_norm`, such a saved Qwen3 is returned in this notation.
-
-    Args:
-        saved: model configuration of a checkpoint.
-        model: model configuration to compare with.
-    """
-    windows = saved.window is not None or saved.layer_pattern is not None
-    same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
-    return saved.model_copy(update={"arch": "llama", "qk_norm": True}) if same else saved

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
@@ -61,6 +61,14 @@ class BlockPattern:
     def causal(self) -> bool:
         """Whether queries attend only to their own position and earlier ones."""
         return self.attention == "unidirectional"
+
+    def distinct(self, heads: Range) -> Sequence[int]:
+        """Returns the heads that may have different lists; the first head if all lists are equal.
+
+        Args:
+            heads: global numbers of the heads.
+        """
+        return range(*heads) if self.different_layout_per_head else heads[:1]
 
     def listed(self, query: int, count: int, head: int) -> Iterable[int]:
         """Returns the key blocks of a query block, in any order, with or without repetitions.
@@ -163,11 +171,9 @@ class FixedPattern(BlockPattern):
         size, width = self.num_local_blocks, self.num_global_blocks
         window = query - query % size
         first = size - (1 + head % self.num_different_global_patterns) * width
-        end = count - count % size
-        starts = [*range(first, end, size)]
-        if end < count:  # the last window is shorter
-            starts.append(max(0, min(end + first, count - width)))
-        spans = [(start, min(start + width, count)) for start in starts]
+        # the last window may be shorter
+        starts = (max(0, min(at + first, count - width)) for at in range(0, count, size))
+        spans = [(start, start + width) for start in starts]
         yield from range(window, min(window + size, count))
         yield from _global(spans, query, count, self.horizontal_global_attention)
 
@@ -179,18 +185,16 @@ class _GlobalBlocks(BlockPattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ends, spans = self.global_block_end_indices, self._spans()
-        fits = len(ends or spans) == len(self.global_block_indices) == len(spans)
-        text = (
-            f"global_block_indices {self.global_block_indices} with global_block_end_indices {ends}"
-        )
-        fits = fits and all(0 <= first < last for first, last in spans)
+        starts, ends = self.global_block_indices, self.global_block_end_indices
+        fits = ends is None or len(ends) == len(starts)
+        fits = fits and all(0 <= first < last for first, last in self._spans())
+        text = f"global_block_indices {starts} with global_block_end_indices {ends}"
         self._check(fits, f"{text}: use one end above each index")
 
     def _spans(self) -> list[Range]:
         """Returns the ranges of global blocks."""
         starts, ends = self.global_block_indices, self.global_block_end_indices
-        return list(zip(starts, (i + 1 for i in starts) if ends is None else ends, strict=False))
+        return list(zip(starts, [i + 1 for i in starts] if ends is None else ends, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,12 +357,9 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def layouts(
-    pattern: BlockPattern,
-    length: int,
-    heads: Range,
-    queries: Range | None = None,
-    keys: Range | None = None,
-) -> tuple[Layout, ...]:
+    pattern: BlockPattern, length: int, heads: Range,
+    queries: Range | None = None, keys: Range | None = None,
+) -> tuple[Layout, ...]:  # fmt: skip
     """Returns the listed blocks between some queries and some keys.
 
     Positions in the result are relative to the first query and to the first key.
@@ -376,22 +377,18 @@ def layouts(
     queries, keys, count = queries or (0, length), keys or (0, length), -(-length // pattern.block)
     rows = range(queries[0] // pattern.block, -(-queries[1] // pattern.block))
     of_lists: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    numbers = range(*heads) if pattern.different_layout_per_head else heads[:1]
-    for head in numbers:
+    for head in pattern.distinct(heads):
         lists = tuple(pattern.key_blocks(row, count, head) for row in rows)
         of_lists.setdefault(lists, []).append(head - heads[0])
-    whole = tuple(range(heads[1] - heads[0]))
-    return tuple(
-        Layout(
-            tuple(of) if pattern.different_layout_per_head else whole,
-            _merged(
-                part
-                for row, listed in zip(rows, lists, strict=True)
-                for part in _parts(pattern, row, listed, queries, keys)
-            ),
+    found = list[Layout]()
+    for lists, of in of_lists.items():
+        pairs = zip(rows, lists, strict=True)
+        parts = [p for row, some in pairs for p in _parts(pattern, row, some, queries, keys)]
+        same = range(heads[1] - heads[0])
+        found.append(
+            Layout(tuple(of if pattern.different_layout_per_head else same), _merged(parts))
         )
-        for lists, of in of_lists.items()
-    )
+    return tuple(found)
 
 
 def _parts(
@@ -402,37 +399,35 @@ def _parts(
     found = [_overlap(block, pattern.block, keys) for block in listed]
     spans = [(a, b) for a, b in found if a < b]
     if not (pattern.causal and spans and spans[-1][1] > first + 1):
-        yield _part((first, last), spans, queries, keys, None)
+        yield _part((first, last), spans, queries, keys)
         return
     # The keys of the last span are in the block of the queries, so the causal mask hides some.
     start = spans[-1][0]
     if first < start:
-        yield _part((first, min(last, start)), spans[:-1], queries, keys, None)
+        yield _part((first, min(last, start)), spans[:-1], queries, keys)
     if start < last:
         first = max(first, start)
-        yield _part((first, last), spans, queries, keys, first - start)
+        earlier = sum(b - a for a, b in spans[:-1])
+        part = _part((first, last), spans, queries, keys)
+        yield part._replace(offset=earlier + first - start)
 
 
-def _part(rows: Range, spans: list[Range], queries: Range, keys: Range, ahead: int | None) -> Part:
-    """Returns a part; `ahead` is the first query minus the start of the last span, None: no mask."""
+def _part(rows: Range, spans: list[Range], queries: Range, keys: Range) -> Part:
+    """Returns a part in which every query attends to all keys."""
     joined: list[Range] = []
     for first, last in spans:
-        if joined and joined[-1][1] == first - keys[0]:
-            joined[-1] = joined[-1][0], last - keys[0]
-        else:
-            joined.append((first - keys[0], last - keys[0]))
-    hidden = 0 if ahead is None else spans[-1][1] - spans[-1][0] - ahead
+        begin = joined.pop()[0] if joined and joined[-1][1] == first - keys[0] else first - keys[0]
+        joined.append((begin, last - keys[0]))
     count = sum(last - first for first, last in joined)
-    return Part((rows[0] - queries[0], rows[1] - queries[0]), tuple(joined), count - hidden)
+    return Part((rows[0] - queries[0], rows[1] - queries[0]), tuple(joined), count)
 
 
 def _merged(parts: Iterable[Part]) -> tuple[Part, ...]:
     """Merges successive parts without masked pairs that have the same keys."""
     merged: list[Part] = []
     for part in parts:
-        before = merged[-1] if merged else None
-        same = before is not None and before.keys == part.keys
-        if same and before is not None and min(before.offset, part.offset) >= part.key_count:
+        before = merged[-1] if merged and merged[-1].keys == part.keys else None
+        if before and min(before.offset, part.offset) >= part.key_count:
             merged[-1] = before._replace(queries=(before.queries[0], part.queries[1]))
         else:
             merged.append(part)

@@ -21,7 +21,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.manifest import MANIFEST
 from threed.checkpoint.reading import Reader
-from threed.checkpoint.retention import candidates
+from threed.checkpoint.resuming import candidates
 from threed.config import Config, ConfigError
 from threed.config.checks import find_problems
 from threed.config.resolution import resolve
@@ -130,33 +130,17 @@ def load(
     if problems := find_problems(config, topology.world):
         raise ConfigError(problems)
     config = resolve(config, 0 if is_module else config.model.vocab or 1, topology.world)
-    engine = build_engine(config, topology, build)
+    slicing = Slicing.of(topology, config)
+    if build is not None and config.model.vocab == 0:  # the module gets other inputs than tokens
+        module = cast(nn.Module, models.call_custom(build, config.model, slicing))
+        engine = Engine(module, topology, config)
+    else:
+        engine = Engine(models.build(config.model, slicing, build), topology, config)
     if is_safetensors_folder(source):
         _load_weights(engine, source)
     else:
         engine.load(source)
     return engine
-
-
-def build_engine(config: Config, topology: Topology, build: Build | None = None) -> Engine:
-    """Builds a model and its engine from a resolved configuration. Collective.
-
-    Args:
-        config: the resolved configuration.
-        topology: topology of all ranks.
-        build: class or function that builds a custom model (see `models.build_custom`). By default,
-            the model that `config.model` describes is built.
-
-    Returns:
-        The engine.
-    """
-    slicing = Slicing.of(topology, config)
-    if build is None:
-        return Engine(models.build(config.model, slicing), topology, config)
-    if config.model.vocab == 0:  # of a custom loop: the module gets other inputs than tokens
-        module = models.call_custom(build, config.model, slicing)
-        return Engine(cast(nn.Module, module), topology, config)
-    return Engine(models.build_custom(build, config.model, slicing), topology, config)
 
 
 def _load_weights(engine: Engine, folder: Path) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST, read_manifest
+from threed.checkpoint.resuming import spelled_as
 from threed.config import Config, ConfigError, ModelConfig
-from threed.config.resolution import spelled_as
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.huggingface.layouts import default_seq

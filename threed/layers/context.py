@@ -94,8 +94,6 @@ class Context:
 
     def positions(self, length: int) -> Positions:
         """Returns the positions of a sequence of `length` that this rank holds."""
-        if self.size == 1:
-            return Positions.all(length)
         ring, heads = self.ring, self.heads
         return _positions(length, ring.size, ring.index, heads.size, heads.index)
 
@@ -200,10 +198,11 @@ def ring_attention(
     Returns:
         The output at this rank's positions, [s/r b (a d)].
     """
-    if isinstance(core, Causal) and core.window >= len(q) * ring.size:
-        core = replace(core, window=0)
+    causal = core if isinstance(core, Causal) else core.causal
+    if causal.window >= len(q) * ring.size:
+        causal = replace(causal, window=0)
     found = None if documents is None else attention.borders(documents)
-    return Blockwise.apply(q, k, v, sinks, _Ring(core, ring, found), keep)
+    return Blockwise.apply(q, k, v, sinks, _Ring(core, causal, ring, found), keep)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,19 +214,16 @@ class _Ring:
 
     Attributes:
         core: the core.
+        causal: window, soft cap and scale of every step.
         ring: the ranks of the ring.
         borders: the documents of each row of the batch; None if each row is one document.
     """
 
     core: RingCore
+    causal: Causal
     ring: Axis
     borders: attention.Borders | None
     merges = True
-
-    @property
-    def causal(self) -> Causal:
-        """Window, soft cap and scale of every step."""
-        return self.core if isinstance(self.core, Causal) else self.core.causal
 
     def steps(
         self, q: Tensor, k: Tensor, v: Tensor, sums: list[Tensor] | None = None

@@ -136,36 +136,28 @@ def wrap(model: object, topology: Topology, *, cast_buffers: bool = True) -> Wra
     return wrapped
 
 
-def build(config: ModelConfig, slicing: Slicing) -> Model:
+def build(
+    config: ModelConfig, slicing: Slicing, custom: Callable[..., object] | None = None
+) -> Model:
     """Returns the model that `config.arch` names: a decoder, or a custom model (FILE.py:NAME).
 
     Args:
         config: the model configuration.
         slicing: how layers are sharded over tensor ranks.
+        custom: the user's class or function that builds the model, for batches of tokens; by
+            default `config.arch` names it.
 
     Raises:
-        ConfigError: if a custom model cannot be built (see `build_custom`).
+        ConfigError: if a custom model needs other arguments (see `call_custom`), or is neither a
+            model of pipeline layers nor an `nn.Module` that reads token ids.
     """
-    if not names_model(config.arch):
-        return Decoder(config, slicing)
-    return build_custom(find_model(config.arch).found, config, slicing, config.arch)
-
-
-def build_custom(
-    custom: Callable[..., object], config: ModelConfig, slicing: Slicing, name: str = ""
-) -> Model:
-    """Returns the model that the user's class or function builds, for batches of tokens.
-
-    Args:
-        custom, config, slicing: see `call_custom`.
-        name: name for messages; by default the name of `custom`.
-
-    Raises:
-        ConfigError: if the result is neither a model of pipeline layers nor an `nn.Module` that
-            reads token ids, or if `custom` needs other arguments.
-    """
-    name = name or getattr(custom, "__name__", type(custom).__name__)
-    return for_tokens(call_custom(custom, config, slicing), config.vocab or 0, name)
+    name = config.arch if custom is None else getattr(custom, "__name__", type(custom).__name__)
+    if custom is None:
+        if not names_model(name):
+            return Decoder(config, slicing)
+        custom = find_model(name).found
+    model = call_custom(custom, config, slicing)
+    return for_tokens(model, config.vocab or 0, name)
 
 
 def call_custom(custom: Callable[..., object], config: ModelConfig, slicing: Slicing) -> object:

@@ -179,10 +179,9 @@ class Causal:
         self, kernel: str, q: Tensor, k: Tensor, window: int, **given: Tensor | None
     ) -> None:
         """Records the kernel that computes attention of q [b a s d] and k [b k s d]."""
-        if not torch.compiler.is_compiling():
-            what = f"window {window}, soft cap {self.softcap:g}"
-            what += "".join(f", {name}" for name, value in given.items() if value is not None)
-            attention_backends.record(kernel, q, k, what)
+        what = f"window {window}, soft cap {self.softcap:g}"
+        what += "".join(f", {name}" for name, value in given.items() if value is not None)
+        attention_backends.record(kernel, q, k, what)
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
         """Returns the FLOPs of a forward, counted for all pairs of positions.

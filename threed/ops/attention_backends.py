@@ -28,7 +28,7 @@ def described() -> list[str]:
 
 
 def record(kernel: str, q: Tensor, k: Tensor, what: str) -> None:
-    """Records that a kernel computes attention, except in traces on the meta device.
+    """Records that a kernel computes attention, except in traces and in compiled graphs.
 
     Args:
         kernel: name of the kernel.
@@ -36,8 +36,10 @@ def record(kernel: str, q: Tensor, k: Tensor, what: str) -> None:
         k: keys [b k s d].
         what: description of the mask.
     """
+    if q.is_meta or torch.compiler.is_compiling():
+        return
     kind = (kernel, q.shape, k.shape[1], q.dtype, what)
-    if q.is_meta or kind in _described:
+    if kind in _described:
         return
     b, a, s, d = q.shape
     dtype = str(q.dtype).removeprefix("torch.")

@@ -13,12 +13,12 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from threed.core.block_patterns import BlockPattern, Layout, Part, Range, layouts
+from threed.core.block_patterns import BlockPattern, Layout, Range, layouts
 from threed.ops import attention, attention_backends, attention_costs, flex
 from threed.ops.attention import Blockwise, Causal, Step
 from threed.ops.positions import Positions
@@ -75,19 +75,17 @@ class SparseAttention:
         queries, keys, values = map(attention._batch_first, (q, k, v))
         if q.is_meta:
             return attention._seq_first(self._trace(queries, keys, values))
-        if flex.fits(queries):
-            self._record("FlexAttention", queries, keys)
+        fused = flex.fits(queries)
+        kernel = "FlexAttention" if fused else "lists of blocks of threed"
+        what = f"{type(self.pattern).__name__} of blocks of {self.pattern.block}"
+        attention_backends.record(kernel, queries, keys, what)
+        if fused:
             mask = self._mask(s, numbers, q)
-            return attention._seq_first(
-                flex.compute(queries, keys, values, mask, self.softcap, self.scale)
-            )
-        self._record("lists of blocks of threed", queries, keys)
-        out: Tensor
+            y = flex.compute(queries, keys, values, mask, self.softcap, self.scale)
+            return attention._seq_first(y)
         if self.opaque is not None and torch.compiler.is_compiling():
-            out, _ = torch.ops.threed.block_sparse(q, k, v, self.opaque)
-        else:
-            out = Blockwise.apply(q, k, v, None, self)
-        return out
+            return cast(Tensor, torch.ops.threed.block_sparse(q, k, v, self.opaque)[0])
+        return cast(Tensor, Blockwise.apply(q, k, v, None, self))
 
     def lists(self, seq: int, heads: int) -> tuple[Layout, ...]:
         """Returns the listed blocks of all positions.
@@ -114,7 +112,8 @@ class SparseAttention:
             v: values [b k s d].
             sums: not used; in a backward, the sums of the gradients of keys and values.
         """
-        return steps(self.lists(q.shape[2], q.shape[1]), self.causal, q, k, v)
+        every = Positions.all(q.shape[2])
+        return self.between(every, every, q, k, v)
 
     def between(
         self, queries: Positions, keys: Positions, q: Tensor, k: Tensor, v: Tensor
@@ -135,15 +134,11 @@ class SparseAttention:
                 if q.is_meta:  # cost traces: one step with as many pairs
                     count = rows[1] - rows[0]
                     each = -(-_pairs(lists) // (q.shape[1] * count))
-                    at, of = (
-                        (slice(None), slice(None), slice(i, i + n))
-                        for i, n in ((row, count), (column, each))
-                    )
+                    at = slice(None), slice(None), slice(row, row + count)
+                    of = slice(None), slice(None), slice(column, column + each)
                     yield Step(at, queries.length, k[of], v[of], (of,))
                 else:
-                    there = slice(column, column + columns[1] - columns[0])
-                    given = q, k[:, :, there], v[:, :, there]
-                    yield from steps(lists, self.causal, *given, (row, column))
+                    yield from steps(lists, self.causal, q, k, v, (row, column))
 
     def _numbers(self, heads: int) -> Range:
         """Returns the global numbers of the rank's heads, after a check of their number."""
@@ -158,15 +153,10 @@ class SparseAttention:
     def _mask(self, seq: int, heads: Range, q: Tensor) -> Any:
         if self.opaque is None or not torch.compiler.is_compiling():
             return _cached_mask(self.pattern, seq, heads, q.device)
-        count = heads[1] - heads[0] if self.pattern.different_layout_per_head else 1
+        count = len(self.pattern.distinct(heads))
         sizes = [count, -(-seq // self.pattern.block), -(-seq // flex.BLOCK)]
         lists = torch.ops.threed.flex_lists(q, sizes, self.opaque)
         return block_mask(lists, self.pattern, seq)
-
-    def _record(self, kernel: str, q: Tensor, k: Tensor) -> None:
-        if not torch.compiler.is_compiling():
-            what = f"{type(self.pattern).__name__} of blocks of {self.pattern.block}"
-            attention_backends.record(kernel, q, k, what)
 
     def _trace(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns attention of meta tensors [b a s d].
@@ -180,9 +170,8 @@ class SparseAttention:
             with torch.no_grad():  # the remaining pairs: `rest` queries of one head and one key
                 single = q[:, :1, :1].expand(-1, -1, rest, -1)
                 attention_costs.on_meta(single, k[:, :1, :1], v[:, :1, :1])
-        return attention_costs.on_meta(
-            q, k[:, :, :each], v[:, :, :each], enable_gqa=a != k.shape[1]
-        )
+        keys, values = (x[:, :, :each] for x in (k, v))
+        return attention_costs.on_meta(q, keys, values, enable_gqa=a != k.shape[1])
 
     def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
         """Returns the FLOPs of a forward, counted for all pairs of positions in listed blocks.
@@ -202,8 +191,7 @@ def _pairs(lists: Sequence[Layout]) -> int:
 
 
 def steps(
-    lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor,
-    start: tuple[int, int] = (0, 0),
+    lists: Sequence[Layout], causal: Causal, q: Tensor, k: Tensor, v: Tensor, start: tuple[int, int]
 ) -> Iterator[Step]:  # fmt: skip
     """Yields the steps of attention of some queries to the listed blocks of some keys.
 
@@ -215,7 +203,7 @@ def steps(
         q: queries [b a n d].
         k: keys [b k m d].
         v: values [b k m d].
-        start: index of the first query of the lists, and of the first key, in the results.
+        start: indices of the first query and the first key of the lists, in q and in k.
     """
     fused = attention._is_flash(q, v, causal)
     most = attention.SCORES_ON_CPU if attention._on_cpu(q) else attention.SCORES
@@ -226,11 +214,11 @@ def steps(
             # Memory is reused, because the first access to new memory takes longer than the copy.
             space = [x.new_empty(longest, *x.shape[1:]) for x in pair]
             for part in filter(lambda part: part.keys, layout.parts):
-                keys, values = map(functools.partial(_gathered, part), pair, space)
+                spans = [slice(start[1] + begin, start[1] + end) for begin, end in part.keys]
+                keys, values = map(functools.partial(_gathered, spans), pair, space)
                 scores = q.shape[0] * len(range(q.shape[1])[heads]) * part.key_count
                 first, last = part.queries
                 step = last - first if fused else max(16, most // scores)
-                spans = (slice(start[1] + begin, start[1] + end) for begin, end in part.keys)
                 of = tuple((slice(None), groups, span) for span in spans)
                 for row in range(first, last, step):
                     rows = slice(start[0] + row, start[0] + min(row + step, last))
@@ -238,11 +226,11 @@ def steps(
                     yield Step(at, part.offset + row - first, keys, values, of)
 
 
-def _gathered(part: Part, x: Tensor, space: Tensor) -> Tensor:
-    """Returns the keys or values [b k m d] of a part, from x [m b k d]; a copy is in `space`."""
-    found = [x[first:last] for first, last in part.keys]
+def _gathered(spans: Sequence[slice], x: Tensor, space: Tensor) -> Tensor:
+    """Returns the keys or values [b k m d] in ranges of x [m b k d]; a copy is in `space`."""
+    found = [x[span] for span in spans]
     if len(found) > 1:
-        found = [torch.cat(found, out=space[: part.key_count])]
+        found = [torch.cat(found, out=space[: sum(map(len, found))])]
     return attention._batch_first(found[0])
 
 
@@ -314,8 +302,7 @@ def _cached_mask(pattern: BlockPattern, length: int, heads: Range, device: torch
 
 def _listed_blocks(pattern: BlockPattern, length: int, heads: Range) -> Tensor:
     """Returns whether a block is listed, [a n n]; [1 n n] if all heads have the same lists."""
-    numbers = range(*heads) if pattern.different_layout_per_head else heads[:1]
-    count = -(-length // pattern.block)
+    numbers, count = pattern.distinct(heads), -(-length // pattern.block)
     listed = torch.zeros(len(numbers), count, count, dtype=torch.bool, device="cpu")
     for layout, head in zip(listed, numbers, strict=True):
         for query, row in enumerate(layout):

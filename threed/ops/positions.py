@@ -82,20 +82,17 @@ class Positions(NamedTuple):
             parts: number of parts, a divisor of the number of positions.
             index: index of the part.
         """
-        ranges: list[Range] = []  # torch.compile does not support list[Range]()
-        size, start = self.total // parts, 0
+        size = self.total // parts
         begin, end = index * size, (index + 1) * size
-        for first, last in self.ranges:
-            low, high = max(begin - start, 0), min(end - start, last - first)
-            if low < high:
-                ranges.append((first + low, first + high))
-            start += last - first
-        return Positions(tuple(ranges), self.length)
+        inside = [
+            (first + max(begin - row, 0), min(first + end - row, last))
+            for row, (first, last) in self.by_row()
+        ]
+        return Positions(tuple((low, high) for low, high in inside if low < high), self.length)
 
     def columns(self, full: Tensor) -> Tensor:
         """Returns the columns of `full` [b length ...] at these positions, contiguous."""
-        parts = [full[:, first:last] for first, last in self.ranges]
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
+        return torch.cat([full[:, first:last] for first, last in self.ranges], 1)
 
     def rows(self, full: Tensor) -> Tensor:
         """Returns the rows of `full` [length ...] at these positions.
@@ -112,8 +109,7 @@ class Positions(NamedTuple):
             device: device of the result.
             dtype: dtype of the result.
         """
-        parts = [torch.arange(*part, dtype=dtype, device=device) for part in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat([torch.arange(*part, dtype=dtype, device=device) for part in self.ranges])
 
 
 def in_documents(documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,7 +135,7 @@ class Block(NamedTuple):
         rows: range of rows among the queries.
         keys: range of rows among the keys.
         offset: position of the first query minus position of the first key, for
-            `ops.attention.forward`. If every query attends to every key, any larger number.
+            `ops.attention.forward`. If every query attends to every key, the length of the sequence.
     """
 
     rows: Range
@@ -167,49 +163,40 @@ def blocks(
     if queries == keys and not window and inside is None:
         # Rows are in ascending order, so attention among them is causal by row number.
         return (Block((0, queries.total), (0, keys.total), 0),)
+    length, inside = queries.length, inside or (0, queries.length)
+    size = min(max(window, QUERIES[0]), QUERIES[1]) if window else length
     found = list[Block]()
-    for row, (first, last) in _rows(queries, window, inside):
-        for key, (low, high) in _rows(keys, 0, inside):
+    for row, first, last in _rows(queries, size, inside):
+        for key, low, high in _rows(keys, length, inside):
             # leave out keys that no query sees, and queries that see none
             begin, end = max(low, first - window + 1) if window else low, min(high, last)
             start = max(first, begin)
             stop = min(last, end + window - 1) if window else last
             if begin < end and start < stop:
                 at, to = row + start - first, key + begin - low
-                block = Block((at, at + stop - start), (to, to + end - begin), start - begin)
-                found.append(block)
-    return tuple(found if window else _merged(found, queries.length))
+                complete = start >= end - 1 and not window
+                block = (at, at + stop - start), (to, to + end - begin)
+                found.append(Block(*block, length if complete else start - begin))
+    return tuple(_merged(found, length))
 
 
-def _rows(positions: Positions, window: int, inside: Range | None) -> list[tuple[int, Range]]:
-    """Returns (first row, range) of each range; with a window, of chunks of about its size."""
-    found = list[tuple[int, Range]]()
-    size = min(max(window, QUERIES[0]), QUERIES[1])
+def _rows(positions: Positions, size: int, inside: Range) -> Iterator[tuple[int, int, int]]:
+    """Yields (first row, first position, end) of ranges of up to `size` positions in `inside`."""
     for row, (first, last) in positions.by_row():
-        low, high = (
-            (first, last) if inside is None else (max(first, inside[0]), min(last, inside[1]))
-        )
-        for at in range(low, high, size if window else max(high - low, 1)):
-            found.append((row + at - first, (at, min(at + size, high) if window else high)))
-    return found
+        low, high = max(first, inside[0]), min(last, inside[1])
+        for at in range(low, high, size):
+            yield row + at - first, at, min(at + size, high)
 
 
 def _merged(found: list[Block], length: int) -> list[Block]:
     """Returns the blocks, with complete blocks of adjacent keys or adjacent queries merged."""
-
-    def complete(block: Block) -> bool:
-        return block.offset >= block.keys[1] - block.keys[0] - 1 and block.offset > 0
-
     out = list[Block]()
-    for block in found:
-        last = out[-1] if out else None
-        if last is not None and complete(last) and complete(block):
-            (rows, keys, _), (more_rows, more_keys, _) = last, block
-            if rows == more_rows and keys[1] == more_keys[0]:
-                out[-1] = Block(rows, (keys[0], more_keys[1]), length)
-                continue
-            if keys == more_keys and rows[1] == more_rows[0]:
-                out[-1] = Block((rows[0], more_rows[1]), keys, length)
-                continue
-        out.append(block)
+    for rows, keys, offset in found:
+        before = out[-1] if out and out[-1].offset == offset == length else None
+        if before and before.rows == rows and before.keys[1] == keys[0]:
+            out[-1] = Block(rows, (before.keys[0], keys[1]), length)
+        elif before and before.keys == keys and before.rows[1] == rows[0]:
+            out[-1] = Block((before.rows[0], rows[1]), keys, length)
+        else:
+            out.append(Block(rows, keys, offset))
     return out

@@ -9,7 +9,7 @@ The stages of all pipeline ranks are built on the meta device, which allocates n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -87,7 +87,9 @@ class Forecast:
             not known.
         measured_s: simulated time of a step's forwards and backwards in seconds, if it was computed
             from measured times of layers; otherwise None.
+        states: the bytes of model states per parameter, and their sharding, as text.
         device: name of the GPU, of this machine or as given to `of`; None for a CPU.
+        memory: bytes of memory of the GPU; None for a CPU.
         time: predicted time of a step by its parts; None if the rates of the device are not known
             (`core.gpu_rates`), or if `unmodelled` is not empty.
         unmodelled: the settings because of which `time` is not known.
@@ -107,11 +109,13 @@ class Forecast:
     idle: float
     flops_per_token: float
     ranks: Sequence[RankForecast]
+    states: str
     division: Division | None = None
     ways: int = 1
     step_flops: float | None = None
     measured_s: float | None = None
     device: str | None = None
+    memory: int | None = None
     note: str = ""
     time: StepTime | None = None
     unmodelled: Sequence[str] = ()
@@ -196,10 +200,12 @@ class Forecast:
             )
         return cls(
             config, name, grid.sizes, unsharded.parameters, unsharded.active, pipeline.plan.microbatches,
-            timeline.bubble, fmean(simulation.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
+            timeline.bubble, fmean(simulation.idle_shares(timeline.spans)), per_token, ranks,
+            _states_text(config, grid.sizes), division, pipeline.plan.ways,
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
-            device=gpu, note=columns[0].note, time=time, unmodelled=missing if rates else (), stages=stages,
+            device=gpu, memory=memory_bytes(default_device()), note=columns[0].note, time=time,
+            unmodelled=missing if rates else (), stages=stages,
         )  # fmt: skip
 
     @functools.cached_property
@@ -210,8 +216,7 @@ class Forecast:
         memory of activations is not known or does not depend on `model.seq`. The search makes up to
         `longest.FORECASTS` more forecasts of the memory.
         """
-        with assume(self.assumed):
-            limit, stages = memory_bytes(default_device()), self.stages
+        limit, stages = self.memory, self.stages
         if limit is None or stages is None or self.division or self.note:
             return None
         model = stages.columns[0].model
@@ -277,8 +282,7 @@ class Forecast:
         found = self.longest
         if found is None:
             return ""
-        with assume(self.assumed):
-            memory = f"{_gib(memory_bytes(default_device()) or 0)} GiB"
+        memory = f"{_gib(self.memory or 0)} GiB"
         if not found.seq:
             return f"longest    no sequence fits into {memory}: {self._step_of_lengths:,} tokens are too long"
         least = "" if found.exact else "at least "
@@ -327,6 +331,10 @@ class Forecast:
         messages = 0.0 if gb_per_s is None else sent / (gb_per_s * 1e9)
         return self.step_flops / (tflops * 1e12 * efficiency) + messages
 
+    def dry_run_text(self) -> str:
+        """Returns the text of a dry run: `text`, `longest_text` and `imbalance_text`."""
+        return "\n".join(filter(None, (self.text(), self.longest_text(), self.imbalance_text())))
+
     def text(self) -> str:
         """Returns the forecast as text.
 
@@ -339,41 +347,29 @@ class Forecast:
             or "one rank"
         )
         grid += f", experts over {c.parallel.ep}" if c.parallel.ep > 1 else ""
-        widths, moments = _widths(c), len(state_names(c.optim))
-        dp = self.sizes["dp"] * self.sizes["cp"]
-        shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
-        small, batches = c.zero.resident, counted(self.microbatches, "micro-batch")
-        states = regime(
-            *widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small
-        )
+        batches = counted(self.microbatches, "micro-batch")
         sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in (*AXES, EXPERTS)}
         sent = " + ".join(f"{axis} {_gib(size)}" for axis, size in sends.items() if size)
+        division = self.division
+        parts = () if division is None else (division.text(), *division.notices)
         lines = [
             f"model      {self.model}, {self._parameters_text()}, {c.precision.dtype}",
-            f"states     {states}{_ways_text(c, self.ways)}",
-            *([f"versions   {_VERSIONS}"] if registry.is_asynchronous(c.parallel.schedule) else []),
+            f"states     {self.states}{_ways_text(c, self.ways)}",
+            f"versions   {_VERSIONS}" if registry.is_asynchronous(c.parallel.schedule) else "",
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {batches} per data rank",
-            *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),
+            f"time       {self._time_text(self.seconds)}" if self.seconds else "",
             *([] if self.time is None else self.time.lines()),
-            *(
-                [f"time       not modelled: {', '.join(self.unmodelled)}"]
-                if self.unmodelled
-                else []
-            ),
+            f"time       not modelled: {', '.join(self.unmodelled)}" if self.unmodelled else "",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
-            *([f"partition  {self.division.text()}"] if self.division else []),
-            *(
-                f"partition  {notice}"
-                for notice in (self.division.notices if self.division else ())
-            ),
-            *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
-            *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
-            *([f"memory     {self.note}"] if self.note else []),
-            *([f"traffic    up to {sent} GiB sent per rank and step"] if sent else []),
+            *(f"partition  {text}" for text in parts),
+            f"order      {_order_text(self.microbatches)}" if c.zero.order == "layer" else "",
+            f"recompute  {_recompute_text(c)}" if c.recompute.mode != "none" else "",
+            f"memory     {self.note}" if self.note else "",
+            f"traffic    up to {sent} GiB sent per rank and step" if sent else "",
             *_lines(self.ranks),
         ]
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
     def _parameters_text(self) -> str:
         text = f"{self.parameters / 1e6:.2f} M parameters"
@@ -451,10 +447,21 @@ def _gib(size: float) -> str:
     return f"{gib:.1f}" if gib >= 10 else f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}"
 
 
-def _widths(config: Config) -> tuple[int, int]:
-    """Returns the bytes per element of parameters, and per element of gradients."""
-    grads = config.precision.grad_dtype or "fp32"
-    return dtype(config.precision.dtype).itemsize, dtype(grads).itemsize
+def _states_text(config: Config, sizes: Mapping[str, int]) -> str:
+    """Returns the bytes of model states per parameter, and their sharding, as text.
+
+    Args:
+        config: the resolved configuration.
+        sizes: number of ranks per axis.
+    """
+    zero, precision, dp = config.zero, config.precision, sizes["dp"] * sizes["cp"]
+    shards = dp if zero.shard_size == "all" or zero.stage == 0 else int(zero.shard_size)
+    names = (precision.dtype, precision.grad_dtype or "fp32")
+    param_bytes, grad_bytes = (dtype(name).itemsize for name in names)
+    return regime(
+        param_bytes, grad_bytes, zero.stage, shards, replicas=dp // shards,
+        moments=len(state_names(config.optim)), resident=zero.resident,
+    )  # fmt: skip
 
 
 def _order_text(microbatches: int) -> str:

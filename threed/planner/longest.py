@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FORECASTS = 8  # largest number of forecasts of a search
+FORECASTS = 8  # largest number of forecasts of a search, without lengths that are not accepted
 
 
 @dataclass(frozen=True)
@@ -59,36 +59,28 @@ def longest(
     Returns:
         The result; None if the peak does not grow with the length.
     """
-    known, why = {seq / step: peak}, ""
+    # the forecasts by number of steps; without tokens there would be about no peak
+    known, why = {0.0: 0, seq / step: peak}, ""
     # numbers of steps: the longest known to fit, and the shortest known not to fit
     fits, over = (seq // step, math.inf) if peak <= limit else (0, math.ceil(seq / step))
-    for _ in range(FORECASTS):
-        if over - fits <= 1:
-            break
+    while over - fits > 1 and len(known) < FORECASTS + 2:
         number = (fits + int(over)) // 2 if why else _next(known, fits, over, limit)
         try:
             known[number] = peak_at(number * step)
         except ValueError as error:
             over, why = number, str(error.__cause__ or error)
             continue
-        if known[number] <= limit:
-            fits = number
-        else:
-            over, why = number, ""
-        if len(set(known.values())) == 1:
+        if known[number] == peak:
             return None
+        fits, over, why = (number, over, why) if known[number] <= limit else (fits, number, "")
     return Longest(fits * step, why, over - fits <= 1)
 
 
 def _next(known: dict[float, int], fits: int, over: float, limit: int) -> int:
     """Returns the next number of steps to try, between `fits` and `over`."""
-    if len(known) > 1:
-        # the known points that are nearest to the limit
-        (one, low), (two, high) = sorted(known.items(), key=lambda at: abs(at[1] - limit))[:2]
-        slope = (high - low) / (two - one)
-        guess = math.floor(one + (limit - low) / slope) if slope > 0 else -1
-        if fits <= guess < over:
-            return max(guess, fits + 1)
-    if over == math.inf:
-        return max(1, 2 * fits)
-    return min(max(fits + 1, math.isqrt(max(fits, 1) * int(over))), int(over) - 1)
+    # a line through the two known points that are nearest to the limit
+    (one, low), (two, high) = sorted(known.items(), key=lambda at: abs(at[1] - limit))[:2]
+    guess = math.floor(one + (limit - low) * (two - one) / (high - low)) if high != low else -1
+    if fits <= guess < over:
+        return max(guess, fits + 1)
+    return 2 * fits + 1 if over == math.inf else (fits + int(over)) // 2

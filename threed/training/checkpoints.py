@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.retention import Retention, job_name
+from threed.checkpoint.resuming import job_name
+from threed.checkpoint.retention import Retention
 from threed.checkpoint.saving import Save
 from threed.engine import StepMetrics
 from threed.reliability import heartbeat

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from threed.config import OptimConfig
+from threed.config import Config, OptimConfig
 from threed.config.resolution import default_warmup
 from threed.core.device import start_copy_in
 
@@ -133,6 +134,28 @@ def describe_rate(optim: OptimConfig, steps: int) -> str:
     return f"{warm}, then {optim.schedule}" + (
         "" if optim.schedule == "constant" else f" to {end:g}"
     )
+
+
+def describe_rate_change(
+    saved: Mapping[str, Any], config: Config, state: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields a line of text if the next step's learning rate differs from that of saved keys.
+
+    If another version of threed saved keys that are not valid here, the rates are not compared.
+
+    Args:
+        saved: the configuration in a checkpoint, by group and key.
+        config: the configuration of the run.
+        state: the counters in the checkpoint.
+    """
+    done = torch.tensor(float(state["updates"]), dtype=torch.float64)
+    with suppress(ValueError, KeyError, TypeError):
+        optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
+        before = float(rate_schedule(optim, steps)(done))
+        now = float(rate_schedule(config.optim, config.train.steps)(done))
+        if abs(now - before) > 1e-9 * max(now, before):
+            step, times = state["steps"] + 1, f", {now / before:.3g} times" if before else ""
+            yield f"the learning rate of step {step} is {now:.4g}{times} the {before:.4g} of the checkpoint's keys"
 
 
 def _end_and_warmup(optim: OptimConfig, steps: int) -> tuple[float, int]:

@@ -18,8 +18,9 @@ from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain, reading
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import read_box
+from threed.checkpoint.resuming import spelled_as
 from threed.config import Config, DataConfig, ModelConfig
-from threed.config.resolution import resolve_model, spelled_as
+from threed.config.resolution import resolve_model
 from threed.data.tokenizer_files import folder_files
 from threed.distributed import collectives
 from threed.distributed.collectives import raise_together

@@ -12,12 +12,11 @@ from typing import Any
 
 from threed.config import ConfigError
 from threed.core import block_patterns
-from threed.core.block_patterns import BlockPattern
 from threed.interop.deepspeed.config.keys import SparseAttention
 from threed.interop.deepspeed.config.reader import Reader, read
 
 GROUP = "sparse_attention"
-MODES: Mapping[str, type[BlockPattern]] = {
+MODES: Mapping[str, type[block_patterns.BlockPattern]] = {
     "dense": block_patterns.DensePattern,
     "fixed": block_patterns.FixedPattern,
     "variable": block_patterns.VariablePattern,
@@ -26,7 +25,7 @@ MODES: Mapping[str, type[BlockPattern]] = {
 }
 
 
-def block_pattern(config: str | Path | Mapping[str, Any]) -> BlockPattern:
+def block_pattern(config: str | Path | Mapping[str, Any]) -> block_patterns.BlockPattern:
     """Returns the pattern of a ds_config's key `sparse_attention`, for `layers.SparseAttention`.
 
     Keys and defaults are those of DeepSpeed. In particular, attention is bidirectional unless the
