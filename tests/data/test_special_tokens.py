@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
+from tests import programs
 from tests.tokenizer_layouts import LAYOUTS, strings
 from threed.cli import commands
 from threed.data import load_tokenizer, open_data, tokenize_to_megatron
@@ -506,15 +506,11 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         "from threed.data import load_tokenizer; load_tokenizer(sys.argv[1])"
     )
     for package in ("transformers", "sentencepiece"):
-        done = run(
-            [sys.executable, "-c", code, str(tmp_path), package], capture_output=True, text=True
-        )
+        done = programs.run(["-c", code, str(tmp_path), package], tmp_path, os.environ)
         assert f"{package}" in done.stderr.rpartition("ValueError: ")[2]
         assert "pip install" in done.stderr
         assert "'threed[hf]'" in done.stderr
     folder_of(tmp_path, ["<eos>"])
-    done = run(
-        [sys.executable, "-c", code, str(tmp_path), "tokenizers"], capture_output=True, text=True
-    )
+    done = programs.run(["-c", code, str(tmp_path), "tokenizers"], tmp_path, os.environ)
     assert "needs the package tokenizers" in done.stderr
     assert "pip install tokenizers" in done.stderr

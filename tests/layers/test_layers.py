@@ -565,10 +565,18 @@ def test_a_layer_on_one_rank_is_its_twin(name: str) -> None:
     check_all(name, 1)
 
 
+def check_every_layer(tp: int) -> None:
+    for name in CASES:
+        try:
+            check_all(name, tp)
+        except Exception as error:
+            error.add_note(f"layer {name!r}")
+            raise
+
+
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_a_layer_cut_over_ranks_is_its_twin(name: str, tp: int) -> None:
-    run_ranks(tp, check_all, name, tp)
+def test_layers_cut_over_ranks_are_their_twins(tp: int) -> None:
+    run_ranks(tp, check_every_layer, tp)
 
 
 @pytest.mark.parametrize(
