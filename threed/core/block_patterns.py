@@ -416,8 +416,10 @@ def _part(rows: Range, spans: list[Range], queries: Range, keys: Range) -> Part:
     """Returns a part in which every query attends to all keys."""
     joined: list[Range] = []
     for first, last in spans:
-        begin = joined.pop()[0] if joined and joined[-1][1] == first - keys[0] else first - keys[0]
-        joined.append((begin, last - keys[0]))
+        begin, end = first - keys[0], last - keys[0]
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
     count = sum(last - first for first, last in joined)
     return Part((rows[0] - queries[0], rows[1] - queries[0]), tuple(joined), count)
 

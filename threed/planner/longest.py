@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FORECASTS = 8  # largest number of forecasts of a search, without lengths that are not accepted
+FORECASTS = (
+    8  # largest number of forecasts of a search; lengths that `peak_at` refuses do not count
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def longest(
     Returns:
         The result; None if the peak does not grow with the length.
     """
-    # the forecasts by number of steps; without tokens there would be about no peak
+    # Peaks by number of steps. (0, 0) stands for a second forecast until there is one; the line
+    # through it and a forecast gives the first guess.
     known, why = {0.0: 0, seq / step: peak}, ""
     # numbers of steps: the longest known to fit, and the shortest known not to fit
     fits, over = (seq // step, math.inf) if peak <= limit else (0, math.ceil(seq / step))
