@@ -23,6 +23,7 @@ from tests.harness import run_ranks
 from tests.users_models import MODELS as USERS
 from threed import models
 from threed.checkpoint import native, sections
+from threed.checkpoint.reading import Reader
 from threed.config import Config
 from threed.config.resolution import resolve
 from threed.engine import Engine
@@ -234,6 +235,28 @@ def test_every_topology_goes_to_another(tmp_path: Path, model: str) -> None:
     used = {place for pairs in EVERYDAY.values() for pair in pairs for place in pair}
     assert used == {*NAMES} - ALIKE
     compare(tmp_path, model, EVERYDAY[model])
+
+
+def load_moments_of_another_expert(*given: Any) -> list[str]:
+    """Like `load_all`, with a planted fault: the first expert gets the moments of the second."""
+    real = Reader.tensor
+
+    def tensor(self: Reader, part: str, name: str) -> Any:
+        return real(
+            self, part, name if part == "weight" else name.replace("experts.0.", "experts.1.")
+        )
+
+    with mock.patch.object(Reader, "tensor", tensor):
+        return load_all(*given)
+
+
+def test_moments_of_another_expert_are_found(tmp_path: Path) -> None:
+    ((tensors, loss),) = run_ranks(1, save_all, tmp_path, "Biased", ["alone"])[0].values()
+    torch.save(tensors, tmp_path / "alone.pt")
+    given = tmp_path, "Biased", [("alone", "alone")], {"alone": loss}, tmp_path
+    assert run_ranks(1, load_all, *given)[0] == []
+    (wrong,) = run_ranks(1, load_moments_of_another_expert, *given)[0]
+    assert "experts.0." in wrong
 
 
 EXPERT_PLACES = [

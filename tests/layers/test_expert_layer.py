@@ -400,7 +400,24 @@ def ties_in_another_order() -> AbstractContextManager[Any]:
 
 
 EP = Case(model="Softmax", dp=2, ep=2, zero=1, layers=2)
+
+
+def a_row_behind_the_last_offset() -> AbstractContextManager[Any]:
+    """The last row belongs to no group, so its product is what its memory contained."""
+
+    def make(real: Any) -> Any:
+        def product(*given: Any) -> Tensor:
+            out: Tensor = real(*given)
+            out[-1:] = 7.0
+            return out
+
+        return product
+
+    return patch_method(grouped, "product", make)
+
+
 FAULTS: dict[Callable[[], AbstractContextManager[Any]], Case] = {
+    a_row_behind_the_last_offset: EP,
     gradients_ep_times_too_large: EP,
     gradients_of_biases_ep_times_too_large: replace(EP, model="Chosen"),
     biases_on_wrong_rows: replace(EP, model="Chosen", dp=1, tp=2, zero=3),
