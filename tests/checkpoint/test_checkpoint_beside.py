@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,6 +51,17 @@ def late_thread() -> Any:
 
     def wait_and_write(self: Save, values: Any) -> Any:
         time.sleep(0.2 * beside())
+        return write(self, values)
+
+    return mock.patch.object(Save, "write", wait_and_write)
+
+
+def thread_after(updates: threading.Event) -> Any:
+    """The thread of a save begins when `updates` is set."""
+    write = Save.write
+
+    def wait_and_write(self: Save, values: Any) -> Any:
+        assert updates.wait(60)
         return write(self, values)
 
     return mock.patch.object(Save, "write", wait_and_write)
@@ -214,16 +225,18 @@ def test_what_is_saved_is_what_was_there_in_every_order(tmp_path: Path) -> None:
 def unwaited(folder: Path) -> list[bool]:
     """Whether updates that do not wait for a save change what it writes; copied, and in place."""
     config, found = changed(Case(dp=2, zero=2, bucket_mib=0.02)), []
-    for patches in ([late_thread()], [in_place(), late_thread()]):
-        with ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
+    for copies in (True, False):
+        updates = threading.Event()
+        with thread_after(updates), nullcontext() if copies else in_place():
             engine = engine_of(config)
             train(engine, 1)
+            updates.set()
             engine.save(folder / "one")
+            updates.clear()
             save = engine.start_save(folder / "other")
             engine.optimizer.readers.wait = lambda state: None
             train(engine, 1)
+            updates.set()
             save.wait()
         name = f"rank-{engine.topology.rank:05d}.safetensors"
         found.append((folder / "one" / name).read_bytes() != (folder / "other" / name).read_bytes())

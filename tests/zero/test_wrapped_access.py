@@ -112,6 +112,9 @@ ACTIONS: dict[str, Action] = {
     "in place": now(lambda module, param: scale(param)),
     "foreach": now(lambda module, param: torch._foreach_norm([param.detach()])[0]),
     "grad": now(lambda module, param: torch.func.grad(lambda w: (w * w).sum())(param.detach()).sum()),
+    "grad of a view": lambda module, param: (
+        lambda kept: lambda: torch.func.grad(lambda w: (w * w).sum())(kept).sum()
+    )(param.detach()[1:]),
     "grad, undetached": now(lambda module, param: torch.func.grad(lambda w: (w * w).sum())(param).sum()),
     "vmap": now(lambda module, param: torch.func.vmap(lambda row: row.square().sum())(param).sum()),
     "functional_call": now(
@@ -320,14 +323,23 @@ EVERYTHING = [
 ]
 
 
+# torch.func and torch.vmap do not call `__torch_function__`.
+TRANSFORMS = [
+    Case(action, moment, "plain")
+    for action, moment in itertools.product(
+        ("grad", "grad of a view", "vmap"), ("before", "kept", "outdated")
+    )
+]
+
+
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.grid), 2, 3])
 def test_uses_of_parameters(stage: int) -> None:
-    """Every action; a fifth of a third of all cases under stage 3, and an eighth of a third under each other, where
-    parameters are whole."""
+    """Every action; a fifth of a third of all cases and the transforms under stage 3, and an eighth of a third under
+    each other, where parameters are whole."""
     in_turns = [case for n, case in enumerate(EVERYTHING) if (n // 3 + n // 18 + n) % 3 == 0]
     below = {case.action for first in range(3) for case in in_turns[first::8]}
     assert below == {case.action for case in in_turns[::5]} == {*ACTIONS}
-    check(in_turns[::5] if stage == 3 else in_turns[stage::8], stage)
+    check([*in_turns[::5], *TRANSFORMS] if stage == 3 else in_turns[stage::8], stage)
 
 
 @pytest.mark.grid

@@ -41,6 +41,7 @@ from torch.utils import _pytree as pytree
 
 from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
+from threed.zero.torch_modes import without_transforms
 
 TRACERS = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses")
 # torch's own `.grad`, for use by the engine; the user's program accesses `_Managed.grad` instead
@@ -221,11 +222,11 @@ class Access:
         return out
 
     def detached(self) -> Any:
-        """Returns a detached `GuardedView` that has the parameter's shape, but no values.
+        """Returns a detached `GuardedView` on the meta device: it has the parameter's shape, but no values.
 
         The state dict of a submodule thus has its names, which peft needs to save an adapter.
         """
-        view: Any = plain(self.slot.param).detach().as_subclass(GuardedView)
+        view: Any = plain(self.slot.param).to("meta").as_subclass(GuardedView)
         view.access, view.buffer, view.version = self, None, self.gatherer.version
         return view
 
@@ -566,3 +567,20 @@ class GuardedView(_Guarded):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.access.require_view(self, changes=False)
         return plain(self).__reduce_ex__(protocol)
+
+
+def _flatten_view(view: Any) -> tuple[list[Any], tuple[Any, Tensor]]:
+    view.access.require_view(view, changes=False)
+    with without_transforms():
+        unguarded = plain(view)
+    return [unguarded], (view, unguarded)
+
+
+def _unflatten_view(parts: Iterable[Any], pair: tuple[Any, Tensor]) -> Any:
+    part = next(iter(parts))
+    view, unguarded = pair
+    return view if part is unguarded else part
+
+
+# `torch.func` passes views, too, to native code without calling `__torch_function__` (`_guarded_class`).
+pytree.register_pytree_node(GuardedView, _flatten_view, _unflatten_view)
