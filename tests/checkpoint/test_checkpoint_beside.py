@@ -29,8 +29,8 @@ from threed.config import Config
 from threed.distributed import collectives
 from threed.distributed.sharding import Piece
 from threed.engine import Engine
-from threed.zero.records import Record
 from threed.zero.snapshot import Room, Snapshot
+from threed.zero.state import Record
 
 # ------------------------------------------------------------------------------------------------------------ contents
 

@@ -21,7 +21,6 @@ from threed.engine import Engine, StepMetrics
 from threed.ops.matmul import Matmul
 from threed.ops.precision import LossScale
 from threed.zero.offload import OffloadedOptimizer
-from threed.zero.records import fill_in_place
 from threed.zero.reductions import Gradient, squares
 
 
@@ -457,7 +456,7 @@ def break_a_load(engine: Engine, _: pytest.MonkeyPatch) -> None:
         out.zero_()
 
     with pytest.raises(OSError, match="no such file"):
-        fill_in_place(engine.optimizer, write)
+        engine.optimizer.fill(write)
 
 
 @pytest.mark.parametrize("breaks", [break_an_update, break_a_load])

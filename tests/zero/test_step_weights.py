@@ -15,7 +15,6 @@ from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.zero import layout
 from threed.zero.layout import DataAxes, Policy
-from threed.zero.records import records
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
 
@@ -154,7 +153,7 @@ def test_masters_begin_from_unrounded_values() -> None:
         got = narrow.full_state_dict()[name]
         assert got.dtype == torch.float32
         assert torch.equal(got, want), name
-    for record in records(narrow.optimizer, ("weight",)):
+    for record in narrow.optimizer.records(("weight",)):
         assert record.dtype == torch.float32
     for group in narrow.layout.groups:
         assert group.params.dtype == torch.bfloat16

@@ -39,7 +39,6 @@ from threed.distributed import collectives
 from threed.distributed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import states
 from threed.zero.snapshot import copy_bytes
 from threed.zero.state import State
 
@@ -66,7 +65,7 @@ class Plan:
         Returns:
             The plan of this rank, with the shares that are assigned to it.
         """
-        everyone, sections = topology.axis("world"), held(optimizer.layout, states(optimizer))
+        everyone, sections = topology.axis("world"), held(optimizer.layout, optimizer.all_states)
         keys = [(h.section.digest[:16], h.portion) for h in sections]
         holders: dict[tuple[str, int], list[int]] = {}
         # For each (machine index, digest of a section), the machine's first rank that holds the

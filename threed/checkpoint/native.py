@@ -38,16 +38,7 @@ from threed.distributed.collectives import attempt_together, raise_together
 from threed.distributed.sharding import slices
 from threed.distributed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import (
-    PREVIOUS,
-    WEIGHT,
-    fill_in_place,
-    initialize,
-    read,
-    records,
-    records_of,
-    states,
-)
+from threed.zero.state import PREVIOUS, WEIGHT
 
 T = TypeVar("T")
 
@@ -182,13 +173,13 @@ def _refuse_unreadable(
             file cannot be read.
     """
     try:
-        for record in records(optimizer):
+        for record in optimizer.records():
             part, name = record.part, record.piece.name
             is_new = name in without_moments and part not in (WEIGHT, PREVIOUS)
             if not is_new and reader.saved_part(part, name) is None:
                 raise CheckpointError(f"the checkpoint has no {part} of {name}")
         names = extras.buffers.persistent()
-        for file in reader.files_of(records(optimizer), names, rank):
+        for file in reader.files_of(optimizer.records(), names, rank):
             reader.file(file)
         _refuse(extras.problems(reader.buffers, {} if rank is None else reader.generators(rank)))
     except CheckpointError as error:
@@ -217,7 +208,7 @@ def _overwrite(
     initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
         with optimizer.consistency.changing():
-            fill_in_place(optimizer, restore)
+            optimizer.fill(restore)
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
@@ -226,7 +217,7 @@ def _overwrite(
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # the error is raised on every rank
         if initial is not None:
-            initialize(optimizer, initial, again=True, everything=True)
+            optimizer.initialize(initial, again=True, everything=True)
         raise
 
 
@@ -234,10 +225,10 @@ def _overflow(path: Path, optimizer: Optimizer) -> str:
     """Returns an error text if a weight of this rank overflows `param_dtype`, or ""."""
     dtype = optimizer.layout.policy.param_dtype
     try:
-        for state in states(optimizer):
+        for state in optimizer.all_states:
             parts = [part for part in (WEIGHT,) if part in state.storages]
             with optimizer.staged(state, parts) as values:
-                for record in records_of(state, (WEIGHT,)):
+                for record in state.records((WEIGHT,)):
                     finite.narrowed(record.piece.name, record.of(values[WEIGHT]), dtype)
     except CheckpointError as error:
         return f"{path}: {error}"
@@ -283,12 +274,12 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
         fp64. On other ranks, an empty dict.
     """
     everyone = topology.axis("world")
-    owned = [record for record in records(optimizer, (part,)) if record.owned]
+    owned = [record for record in optimizer.records((part,)) if record.owned]
     wide = torch.float64 if optimizer.layout.policy.param_dtype == torch.float64 else torch.float32
     empty = torch.empty(0, dtype=wide)
     buckets = (
         torch.cat([values.reshape(-1).to("cpu", wide, copy=True) for _, values in some])
-        for _, some in groupby(read(optimizer, owned), key=lambda both: both[0].state)
+        for _, some in groupby(optimizer.read(owned), key=lambda both: both[0].state)
     )
     about = [
         [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in some]

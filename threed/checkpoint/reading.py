@@ -24,7 +24,7 @@ from threed.checkpoint.lazy_tensors import Boxed, Shape, read_strided, saved_par
 from threed.checkpoint.manifest import file_of
 from threed.checkpoint.sections import Section
 from threed.models.buffers import of_bytes
-from threed.zero.records import Record
+from threed.zero.state import Record
 
 MOST_OPEN = 64  # maximum number of files that are open at the same time
 

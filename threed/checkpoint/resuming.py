@@ -30,8 +30,8 @@ from threed.core import process
 from threed.core.source import names_model
 from threed.data import Data
 from threed.zero.rates import describe_rate_change
-from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import state_names
+from threed.zero.state import PREVIOUS, WEIGHT
 
 Change = Literal["free", "applied", "refused"]
 Manifest = Mapping[str, Any]

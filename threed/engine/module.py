@@ -23,7 +23,7 @@ from threed.distributed.sharding import few, point
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing, compiling
-from threed.zero import records, setup
+from threed.zero import setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.layout import Slot
@@ -97,7 +97,7 @@ class ModuleEngine(Engine):
             self._undo.callback(refuse_gradients(slot).remove)
         values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
-        records.initialize(self.optimizer, values, again=False)
+        self.optimizer.initialize(values, again=False)
         self.model.initialized(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
 

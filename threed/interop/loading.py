@@ -36,7 +36,7 @@ from threed.interop.safetensors_folder import (
     read_settings,
 )
 from threed.layers import Slicing
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 Build = Callable[..., Any]
 LATEST = "latest"  # file of `DeepSpeedEngine.save_checkpoint` with the tag of the newest checkpoint

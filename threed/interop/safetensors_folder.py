@@ -30,7 +30,7 @@ from threed.core.atomic import publish, write_text
 from threed.core.parse import ParseError, read_json, read_toml
 from threed.interop.huggingface.export import SHARD_BYTES, dtype_of, write_weights
 from threed.interop.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 SETTINGS = "config.toml"
 

@@ -44,7 +44,6 @@ from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.zero.records import records
 from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
 from threed.zero.step_metrics import BadStepsError
@@ -153,7 +152,7 @@ class Memory:
                 f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
             )
         extra = load_copy(
-            found, self.place, self.machines, engine.topology, records(engine.optimizer),
+            found, self.place, self.machines, engine.topology, engine.optimizer.records(),
             engine.buffers.persistent(), engine.load,
         )  # fmt: skip
         self.taken, self._slot = (found.epoch, found.step), 1 - found.slot

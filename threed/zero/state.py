@@ -4,6 +4,11 @@
     reads = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(reads):     buffers: name of a part -> its staged buffer
         weight = buffers["weight"].wait()             [n]
+    for record, values in read_records(state.records()):      values of a piece of a global tensor
+
+A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
+tensors of the update rule (moments). Each part is a flat tensor [n], which contains pieces (boxes)
+of several global tensors, one after the other (`Piece`). A `Record` is one piece in one part.
 
 While the caller uses one state, the next state is read in the background.
 """
@@ -14,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -87,6 +93,57 @@ class State:
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
         return found
+
+    def records(self, parts: Sequence[str] | None = None) -> Iterator[Record]:
+        """Yields the records of the state, in buffer order: for each piece, one record per part.
+
+        Args:
+            parts: names of the parts to include; by default all parts.
+        """
+        wanted = [part for part in self.storages if parts is None or part in parts]
+        for run in self.bucket.runs():
+            for piece in run.pieces():
+                yield from (Record(part, piece, self) for part in wanted)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A piece of a global tensor in one part of a state.
+
+    Attributes:
+        part: name of the part: "weight", or the name of a tensor of the update rule.
+        piece: the piece; `piece.offset` is its position in the part's flat tensor, in elements.
+        state: the state that contains the part.
+        owned: whether this rank saves the piece. If several ranks hold replicas of the piece, only
+            one of them saves it.
+        dtype: dtype of the part.
+        nbytes: bytes of the piece.
+    """
+
+    part: str
+    piece: Piece
+    state: State
+
+    @property
+    def owned(self) -> bool:
+        return self.state.bucket.group.owned
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state.storages[self.part].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.numel * self.dtype.itemsize
+
+    def of(self, slice_: Tensor) -> Tensor:
+        """Returns the values of the piece, [*piece.size], as a view of the part's tensor.
+
+        Args:
+            slice_: flat tensor of the part, [n].
+        """
+        piece = self.piece
+        return slice_[piece.offset : piece.offset + piece.numel].view(piece.size)
 
 
 class Consistency:
@@ -183,6 +240,28 @@ def fetched_in_turn(
             yield ahead.popleft()
     finally:  # if the caller stops early, the buffers of the next states are released
         for _, buffers in ahead:
+            drop_all(buffers)
+
+
+def read_records(wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
+    """Yields each record with the values of its piece, shape [*piece.size].
+
+    The values are views of the states' buffers, and are only valid until the next iteration. Call
+    `Optimizer.wait` first, because all updates must have finished.
+
+    Args:
+        wanted: the records to read. Records of the same state must be consecutive.
+    """
+    by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda one: one.state)]
+    fetched = (
+        (state, state.fetch(dict.fromkeys(record.part for record in some)))
+        for state, some in by_state
+    )
+    for (_, buffers), (_, some) in zip(fetched_in_turn(fetched), by_state, strict=True):
+        try:
+            for record in some:
+                yield record, record.of(buffers[record.part].wait())
+        finally:
             drop_all(buffers)
 
 

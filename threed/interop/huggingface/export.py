@@ -42,7 +42,7 @@ from threed.interop.huggingface.layouts import (
     too_large,
 )
 from threed.ops.precision import DTYPES
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 SHARD_BYTES = 5_000_000_000
 
