@@ -22,13 +22,14 @@ from torch import Tensor
 
 from threed import models
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import candidates, compare, job_name
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.resuming import compare
+from threed.checkpoint.retention import Retention, candidates
 from threed.config import Config, ConfigError
 from threed.config.arguments import format_problems, to_toml
 from threed.config.checks import find_problems
 from threed.config.program import program_config
 from threed.config.resolution import resolve
+from threed.core import process
 from threed.core.source import is_foreign, name_of, names_model
 from threed.data import Data, open_data
 from threed.data.prefetch import Prefetcher
@@ -227,8 +228,8 @@ class Trainer:
             Preempted: if the run was stopped before its last step, after a checkpoint was saved.
         """
         probe(self.folder, self.world)
-        with owned(self.folder, self.world, job_name()) as owner:
-            preemption.begin(self.folder, job_name(), self.world)
+        with owned(self.folder, self.world, process.job_name()) as owner:
+            preemption.begin(self.folder, process.job_name(), self.world)
             with Supervision(self.folder, self.topology, self.config, self.interrupted) as watch:
                 self._run(owner, watch)
 
@@ -451,7 +452,9 @@ class Loop:
         if world.index == 0:
             newest = next(candidates(folder, "auto"), None)
             reason = self.run.stop.reason
-            preemption.mark(folder, self.engine.steps, reason, newest, job_name(), world.size)
+            preemption.mark(
+                folder, self.engine.steps, reason, newest, process.job_name(), world.size
+            )
         collectives.barrier(world)
 
 

@@ -15,8 +15,7 @@ from tests.harness import run_ranks
 from tests.runs import configuration, open_text, run
 from threed.checkpoint import native, retention
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import candidates
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.retention import Retention, candidates
 from threed.cli import launch
 from threed.data import Data
 from threed.distributed import collectives

@@ -28,11 +28,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from threed.checkpoint.extras import Extras
 from threed.checkpoint.file_transfer import receive_file, receive_json, send_file, send_json
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
-from threed.checkpoint.saving import Save, forecast_states
+from threed.checkpoint.saving import Extras, Save
 from threed.checkpoint.sections import Held, SavedFile, held
 from threed.config import Config
 from threed.distributed import collectives
@@ -40,7 +39,7 @@ from threed.distributed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.snapshot import copy_bytes
-from threed.zero.state import State
+from threed.zero.state import State, forecast_states
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""Finds the checkpoints from which a run resumes, and compares them with the run, key by key.
+"""Compares a checkpoint with the run that resumes from it, key by key.
 
-    paths = candidates(folder, after_restart(folder, config.checkpoint.resume))
     found = compare(manifest, config, data)
     found.refused          differences that prevent the resume, each with its fix
     found.applied          other differences to report, each with old value, new value and effect
@@ -12,7 +11,6 @@ another framework, only the model and the optimizer are compared.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,12 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threed.checkpoint.files import CheckpointError, plain
-from threed.checkpoint.manifest import parts_of, read_manifest
+from threed.checkpoint.manifest import parts_of
+from threed.checkpoint.retention import candidates
 from threed.config.arguments import GROUPS
 from threed.config.groups import Config, ModelConfig, OptimConfig, key_name, python_name
 from threed.config.resolution import resolve_model
 from threed.config.schema import written
-from threed.core import process
 from threed.core.source import names_model
 from threed.data import Data
 from threed.zero.rates import describe_rate_change
@@ -173,58 +171,6 @@ class Comparison:
         if self.refused:
             raise CheckpointError("; ".join(self.refused))
         return self.applied
-
-
-def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Yields the checkpoints that a resume tries, in the order in which it tries them.
-
-    Args:
-        folder: run folder.
-        resume: "auto" for the run folder's checkpoints by descending step; "none" for no
-            checkpoints; or the path of a single checkpoint.
-    """
-    if resume == "auto":
-        steps = [
-            path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()
-        ]
-        yield from sorted(steps, key=step_of, reverse=True)
-    elif resume != "none":
-        yield Path(resume)
-
-
-def after_restart(folder: Path, resume: str) -> str:
-    """Returns the value of `checkpoint.resume` to use after a possible restart by torchrun.
-
-    If torchrun has restarted this job and the job has already saved a checkpoint, the value is
-    "auto". With the configured value, the run would start from a different state and abandon that
-    checkpoint. Otherwise the configured value is returned.
-
-    Args:
-        folder: run folder.
-        resume: the configured value of `checkpoint.resume`.
-    """
-    job = job_name()
-    if resume == "auto" or job is None or process.restarts() == 0:
-        return resume
-    for path in candidates(folder, "auto"):
-        with suppress(CheckpointError):
-            if read_manifest(path)["state"]["extra"].get("job") == job:
-                return "auto"
-    return resume
-
-
-def job_name() -> str | None:
-    """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
-
-    Checkpoints contain this id, so that `after_restart` can find the checkpoints of this job.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if name == "none" else name
-
-
-def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint from the name of its folder, step-N."""
-    return int(path.name[5:])
 
 
 def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison:

@@ -1,4 +1,8 @@
-"""Chooses which checkpoints of a run folder are kept, deleted, or set aside.
+"""The checkpoints of a run folder: which a resume tries, and which are kept, deleted or set aside.
+
+    paths = candidates(folder, after_restart(folder, config.checkpoint.resume))
+    retention = Retention(folder, keep, everyone)
+    retention.prune()                                     after each save; collective
 
     demo/checkpoints/step-40                              the highest step, which was saved last
     demo/checkpoints-abandoned-20260801-101500/step-60    set aside by a resume from step 40
@@ -17,12 +21,55 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import candidates, step_of
+from threed.checkpoint.manifest import read_manifest, verify
+from threed.core import process
 from threed.core.atomic import sync
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
+
+
+def candidates(folder: Path, resume: str) -> Iterator[Path]:
+    """Yields the checkpoints that a resume tries, in the order in which it tries them.
+
+    Args:
+        folder: run folder.
+        resume: "auto" for the run folder's checkpoints by descending step; "none" for no
+            checkpoints; or the path of a single checkpoint.
+    """
+    if resume == "auto":
+        steps = [
+            path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()
+        ]
+        yield from sorted(steps, key=step_of, reverse=True)
+    elif resume != "none":
+        yield Path(resume)
+
+
+def after_restart(folder: Path, resume: str) -> str:
+    """Returns the value of `checkpoint.resume` to use after a possible restart by torchrun.
+
+    If torchrun has restarted this job and the job has already saved a checkpoint, the value is
+    "auto". With the configured value, the run would start from a different state and abandon that
+    checkpoint. Otherwise the configured value is returned.
+
+    Args:
+        folder: run folder.
+        resume: the configured value of `checkpoint.resume`.
+    """
+    job = process.job_name()
+    if resume == "auto" or job is None or process.restarts() == 0:
+        return resume
+    for path in candidates(folder, "auto"):
+        with contextlib.suppress(CheckpointError):
+            if read_manifest(path)["state"]["extra"].get("job") == job:
+                return "auto"
+    return resume
+
+
+def step_of(path: Path) -> int:
+    """Returns the step of a checkpoint from the name of its folder, step-N."""
+    return int(path.name[5:])
 
 
 def _covered_steps(path: Path) -> Iterator[int]:
@@ -33,7 +80,7 @@ def _covered_steps(path: Path) -> Iterator[int]:
     """
     yield step_of(path)
     with contextlib.suppress(CheckpointError):
-        put_off = native.read_manifest(path)["state"]["extra"].get("put_off")
+        put_off = read_manifest(path)["state"]["extra"].get("put_off")
         yield from (
             step for step in (put_off if isinstance(put_off, list) else ()) if isinstance(step, int)
         )
@@ -130,9 +177,7 @@ class Retention:
         Each rank checks some of the files; every rank returns the errors of all files.
         """
         try:
-            problems = native.verify(
-                path, native.read_manifest(path), self.everyone.index, self.everyone.size
-            )
+            problems = verify(path, read_manifest(path), self.everyone.index, self.everyone.size)
         except CheckpointError as error:
             problems = [str(error)]
         return collectives.problems_of_all(problems, self.everyone)

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
-from threed.checkpoint.resuming import after_restart, candidates, compare, resume_hint
+from threed.checkpoint.resuming import compare, resume_hint
+from threed.checkpoint.retention import after_restart, candidates
 from threed.config import Config, ConfigError
 from threed.config.arguments import Options, format_problems, load
 from threed.config.checks import check_vocab

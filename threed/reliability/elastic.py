@@ -37,8 +37,7 @@ from threed.checkpoint.node_memory import (
     base,
     too_small,
 )
-from threed.checkpoint.resuming import after_restart, candidates
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.core.disk import why
 from threed.core.messages import counted
 from threed.distributed import collectives

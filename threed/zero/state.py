@@ -312,6 +312,22 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
     return state
 
 
+def forecast_states(layout: Layout, states: Sequence[State]) -> list[State]:
+    """Returns all states that a rank will save, to forecast memory before training.
+
+    These are `states`, the frozen parameters, and the previous weights if the run keeps previous
+    weights (schedule 2bw, delayed updates).
+
+    Args:
+        layout: layout of this rank's parameters.
+        states: optimizer states of this rank's trained parameters.
+    """
+    more = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
+    if layout.policy.versions > 1 or layout.policy.delayed:
+        more += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
+    return [*states, *more]
+
+
 def early_storages(state: State) -> list[OnDrive]:
     """Returns the storages that an update during the backward writes.
 
