@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import models
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import compare
-from threed.checkpoint.retention import Retention, candidates
+from threed.checkpoint.resuming import changes
+from threed.checkpoint.run_folder import Retention, candidates, refusals
 from threed.config import Config, ConfigError
 from threed.config.arguments import format_problems, to_toml
 from threed.config.checks import find_problems
@@ -40,6 +39,7 @@ from threed.engine import Engine, StepMetrics
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.layers import Slicing
 from threed.models import Decoder, Wrapped
+from threed.models.custom import build
 from threed.monitor import Monitor
 from threed.planner.forecast import Forecast
 from threed.reliability import preemption
@@ -267,7 +267,11 @@ class Trainer:
         Raises:
             CheckpointError: if the run may not resume from the checkpoint.
         """
-        extra["changes"] = compare(extra.pop("manifest", None), self.config, self.data).accepted()
+        manifest, extra["changes"] = extra.pop("manifest", None), []
+        if manifest is not None:
+            if refused := refusals(manifest, self.config, self.data):
+                raise CheckpointError("; ".join(refused))
+            extra["changes"] = changes(manifest, self.config, self.data)
         step, samples = self.engine.steps, self.engine.consumed
         tokens = int(extra.get("tokens", samples * self.config.model.seq))
         return Start(step, samples, tokens, bool(extra.get("saved")), extra)
@@ -350,7 +354,7 @@ def start_engine(config: Config) -> Engine:
     # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a
     # checkpoint or ends.
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-    engine = Engine(models.build(config.model, Slicing.of(topology, config)), topology, config)
+    engine = Engine(build(config.model, Slicing.of(topology, config)), topology, config)
     if engine.wraps_module:
         # The module's dropout uses torch's generator, and dropout masks must differ between ranks.
         torch.manual_seed(config.train.seed + topology.rank)

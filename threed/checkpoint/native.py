@@ -32,7 +32,7 @@ from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verified as verified
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
-from threed.checkpoint.resuming import model_differences, optimizer_differences
+from threed.checkpoint.run_folder import model_differences, optimizer_differences
 from threed.checkpoint.saving import Extras
 from threed.config import Config
 from threed.core.device import rng_states, set_rng_states

@@ -21,7 +21,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.manifest import MANIFEST
 from threed.checkpoint.reading import Reader
-from threed.checkpoint.retention import candidates
+from threed.checkpoint.run_folder import candidates
 from threed.config import Config, ConfigError
 from threed.config.checks import find_problems
 from threed.config.resolution import resolve

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.run_folder import Retention
 from threed.checkpoint.saving import Save
 from threed.core import process
 from threed.engine import StepMetrics

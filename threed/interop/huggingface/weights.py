@@ -17,7 +17,7 @@ from threed.checkpoint import compatibility, finite
 from threed.checkpoint.files import CheckpointError, plain, reading
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import read_box
-from threed.checkpoint.resuming import spelled_as
+from threed.checkpoint.run_folder import spelled_as
 from threed.checkpoint.saving import Extras
 from threed.config import Config, DataConfig, ModelConfig
 from threed.config.resolution import resolve_model
