@@ -4,7 +4,7 @@
     reads = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(reads):     buffers: name of a part -> its staged buffer
         weight = buffers["weight"].wait()             [n]
-    for record, values in read_records(state.records()):      values of a piece of a global tensor
+    for record, values in read_records(records):      values of a piece of a global tensor
 
 A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
 tensors of the update rule (moments). Each part is a flat tensor [n], which contains pieces (boxes)
