@@ -23,8 +23,9 @@ from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from tests.runs import run
 from threed.checkpoint import files, finite
-from threed.checkpoint.files import CheckpointError, TensorFile, stream_tensors
+from threed.checkpoint.files import CheckpointError, stream_tensors
 from threed.checkpoint.lazy_tensors import MemoryTensor
+from threed.checkpoint.reading import TensorFile
 from threed.data import Data
 from threed.distributed import collectives
 from threed.distributed.sharding import Piece

@@ -273,7 +273,7 @@ class Retention:
     def sweep(self) -> None:
         """Removes the folders that interrupted saves have left behind.
 
-        To replace a checkpoint, `atomic.publish` may rename the older one to `step-N.old` and then
+        To replace a checkpoint, `files.publish` may rename the older one to `step-N.old` and then
         the new one to `step-N`. If a save was interrupted between these renames, this method
         renames `step-N.old` back to `step-N`. Call it on one rank only, in a run that owns the run
         folder.

@@ -39,11 +39,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from threed.checkpoint.compatibility import listed
-from threed.checkpoint.files import CheckpointError, begin, plain
+from threed.checkpoint.files import CheckpointError, begin, building_place, plain
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish, write_entry
 from threed.checkpoint.sections import Held, SavedFile, finite, held
 from threed.config import Config
-from threed.core.atomic import building_place
 from threed.core.device import is_accelerator, rng_states, set_rng_states
 from threed.core.disk import ELSEWHERE, why
 from threed.distributed import collectives
