@@ -21,7 +21,7 @@ from tests.schedules.test_schedules_training import Counter
 from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.state import WEIGHT
+from threed.zero.state import WEIGHT, read, records
 from threed.zero.update import Update
 
 STEPS = 4
@@ -60,7 +60,7 @@ class Loop:
         self.losses, self.norms, self.updates = list[float](), list[float](), 0
 
     def _records(self) -> list[Any]:
-        return list(self.engine.optimizer.records((WEIGHT,)))
+        return list(records(self.engine.optimizer, (WEIGHT,)))
 
     def _no_step(self, gradients: Any, carry: Tensor) -> Any:
         zero = torch.zeros((), dtype=torch.float64)
@@ -221,7 +221,7 @@ def test_training_follows_the_rule_in_other_combinations() -> None:
 def bits(engine: Engine) -> list[Tensor]:
     """Everything that steps change: both versions of the weights, moments, and counters. Drains."""
     engine.full_state_dict()
-    held = [values.clone() for _, values in engine.optimizer.read(list(engine.optimizer.records()))]
+    held = [values.clone() for _, values in read(engine.optimizer, list(records(engine.optimizer)))]
     return [*held, engine.optimizer.updates.clone(), torch.tensor([engine.steps, engine.consumed])]
 
 

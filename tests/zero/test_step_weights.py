@@ -17,6 +17,7 @@ from threed.zero import layout
 from threed.zero.layout import DataAxes, Policy
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
+from threed.zero.state import records
 
 
 def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
@@ -153,7 +154,7 @@ def test_masters_begin_from_unrounded_values() -> None:
         got = narrow.full_state_dict()[name]
         assert got.dtype == torch.float32
         assert torch.equal(got, want), name
-    for record in narrow.optimizer.records(("weight",)):
+    for record in records(narrow.optimizer, ("weight",)):
         assert record.dtype == torch.float32
     for group in narrow.layout.groups:
         assert group.params.dtype == torch.bfloat16

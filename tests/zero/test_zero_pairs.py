@@ -17,7 +17,7 @@ from tests.test_equivalence import run_all
 from threed.distributed.sharding import slices
 from threed.engine import Engine
 from threed.planner.forecast import Forecast
-from threed.zero.state import holdings
+from threed.zero.state import holdings, records
 
 BASE = Case(pp=2, layers=4, microbatches=4)
 # a slice: the parameters of its bucket, where that begins, and the slice
@@ -86,7 +86,7 @@ def keep(case: Case) -> Kept:
         engine.step(share(batch(step, case.rows), engine.topology))
     engine.optimizer.wait()
     counts: dict[str, Tensor] = {}
-    for record in engine.optimizer.records(("exp_avg",)):
+    for record in records(engine.optimizer, ("exp_avg",)):
         found = counts.setdefault(
             record.piece.name, torch.zeros(record.piece.shape, dtype=torch.int32)
         )

@@ -39,7 +39,7 @@ from threed.distributed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.snapshot import copy_bytes
-from threed.zero.state import State, forecast_states
+from threed.zero.state import State, forecast_states, states_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Plan:
         Returns:
             The plan of this rank, with the shares that are assigned to it.
         """
-        everyone, sections = topology.axis("world"), held(optimizer.layout, optimizer.all_states)
+        everyone, sections = topology.axis("world"), held(optimizer.layout, states_of(optimizer))
         keys = [(h.section.digest[:16], h.portion) for h in sections]
         holders: dict[tuple[str, int], list[int]] = {}
         # For each (machine index, digest of a section), the machine's first rank that holds the

@@ -42,7 +42,7 @@ from threed.distributed.sharding import slices
 from threed.distributed.topology import Axis, Topology
 from threed.models.buffers import dtype_name
 from threed.zero.optimizer import Optimizer
-from threed.zero.state import PREVIOUS, WEIGHT
+from threed.zero.state import PREVIOUS, WEIGHT, fill, initialize, read, records, states_of
 
 T = TypeVar("T")
 
@@ -178,13 +178,13 @@ def _refuse_unreadable(
             file cannot be read.
     """
     try:
-        for record in optimizer.records():
+        for record in records(optimizer):
             part, name = record.part, record.piece.name
             is_new = name in without_moments and part not in (WEIGHT, PREVIOUS)
             if not is_new and reader.saved_part(part, name) is None:
                 raise CheckpointError(f"the checkpoint has no {part} of {name}")
         names = extras.buffers.persistent()
-        for file in reader.files_of(optimizer.records(), names, rank):
+        for file in reader.files_of(records(optimizer), names, rank):
             reader.file(file)
         _refuse(_extras_problems(extras, reader, {} if rank is None else reader.generators(rank)))
     except CheckpointError as error:
@@ -213,7 +213,7 @@ def _overwrite(
     initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
         with optimizer.consistency.changing():
-            optimizer.fill(restore)
+            fill(optimizer, restore)
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
@@ -222,7 +222,7 @@ def _overwrite(
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # the error is raised on every rank
         if initial is not None:
-            optimizer.initialize(initial, again=True, everything=True)
+            initialize(optimizer, initial, again=True, everything=True)
         raise
 
 
@@ -230,7 +230,7 @@ def _overflow(path: Path, optimizer: Optimizer) -> str:
     """Returns an error text if a weight of this rank overflows `param_dtype`, or ""."""
     dtype = optimizer.layout.policy.param_dtype
     try:
-        for state in optimizer.all_states:
+        for state in states_of(optimizer):
             parts = [part for part in (WEIGHT,) if part in state.storages]
             with optimizer.staged(state, parts) as values:
                 for record in state.records((WEIGHT,)):
@@ -350,12 +350,12 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
         fp64. On other ranks, an empty dict.
     """
     everyone = topology.axis("world")
-    owned = [record for record in optimizer.records((part,)) if record.owned]
+    owned = [record for record in records(optimizer, (part,)) if record.owned]
     wide = torch.float64 if optimizer.layout.policy.param_dtype == torch.float64 else torch.float32
     empty = torch.empty(0, dtype=wide)
     buckets = (
         torch.cat([values.reshape(-1).to("cpu", wide, copy=True) for _, values in some])
-        for _, some in groupby(optimizer.read(owned), key=lambda both: both[0].state)
+        for _, some in groupby(read(optimizer, owned), key=lambda both: both[0].state)
     )
     about = [
         [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in some]

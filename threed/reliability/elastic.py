@@ -51,6 +51,7 @@ from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
+from threed.zero.state import records
 from threed.zero.step_metrics import BadStepsError
 
 T = TypeVar("T")
@@ -157,7 +158,7 @@ class Memory:
                 f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
             )
         extra = load_copy(
-            found, self.place, self.machines, engine.topology, engine.optimizer.records(),
+            found, self.place, self.machines, engine.topology, records(engine.optimizer),
             engine.buffers.persistent(), engine.load,
         )  # fmt: skip
         self.taken, self._slot = (found.epoch, found.step), 1 - found.slot

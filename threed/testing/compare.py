@@ -22,7 +22,7 @@ from threed.distributed import collectives
 from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
 from threed.zero.setup import state_names
-from threed.zero.state import PREVIOUS, WEIGHT, Record
+from threed.zero.state import PREVIOUS, WEIGHT, Record, read, records
 
 # A box (block) of a tensor: (start per dimension, size per dimension).
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -156,7 +156,7 @@ def unequal(
 
     The shards are compared with the full tensors in `truth`.
     """
-    for record, values in engine.optimizer.read(engine.optimizer.records()):
+    for record, values in read(engine.optimizer, records(engine.optimizer)):
         if record.part == PREVIOUS and PREVIOUS not in truth:
             continue
         full = truth.get(record.part, {}).get(record.piece.name)
@@ -212,7 +212,7 @@ def ownership_problems(engine: Engine, weights: Mapping[str, Tensor]) -> Iterato
 
     Yields a finding per weight that fails, on rank 0 only.
     """
-    everyone, own = engine.topology.axis("world"), engine.optimizer.records((WEIGHT,))
+    everyone, own = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
     boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in own if r.owned]
     owners: dict[str, Tensor] = {}  # for each weight, the number of ranks that own each element
     every = [box for some in collectives.exchange(boxes, everyone) for box in some]

@@ -7,8 +7,7 @@
                              (`optimistic.py`)
     wait()                   waits for the last update; states can then be read by
                              `staged(state, parts)`
-    overwriting(everything)  context in which a caller may set values of states
-    fill(write, parts)       sets the values of pieces of global tensors, as a load does
+    overwriting(everything)  context in which a caller may set values of states, as a load does
 
 `Synchronous` runs the plan of a step, waits for the gradients, and runs the update.
 
@@ -29,7 +28,6 @@ import torch
 from torch import Tensor
 
 from threed.distributed import collectives
-from threed.distributed.sharding import Piece
 from threed.distributed.topology import Axis
 from threed.layers import MicroBatch
 from threed.memory.tiers import InMemory, StagedBuffer
@@ -46,17 +44,13 @@ from threed.zero.reductions import Gradient
 from threed.zero.state import (
     GRADIENT,
     PARAMETER,
-    PREVIOUS,
     WEIGHT,
     Consistency,
-    Initial,
     Readers,
-    Record,
     State,
     drop_all,
     fetched_in_turn,
     new_state,
-    read_records,
     store_all,
 )
 from threed.zero.unused import Stretch, Unused, update_stretches
@@ -169,21 +163,6 @@ class Optimizer:
         return end
 
     @property
-    def all_states(self) -> list[State]:
-        """All states of this rank: `states`, `frozen` and `earlier`."""
-        return [*self.states, *self.frozen, *self.earlier]
-
-    def records(self, parts: Sequence[str] | None = None) -> Iterator[Record]:
-        """Yields the records of all states of this rank, in buffer order; see `State.records`."""
-        for state in self.all_states:
-            yield from state.records(parts)
-
-    def read(self, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
-        """Waits for the last update, then yields records with their values; see `read_records`."""
-        self.wait()
-        yield from read_records(wanted)
-
-    @property
     def pending(self) -> bool:
         """Whether the last update may have to be undone."""
         return self.optimistic is not None and self.optimistic.pending
@@ -260,46 +239,6 @@ class Optimizer:
             self.gatherer.wait_all()
             if self.versions is not None:
                 self.versions.restore(both=everything)
-
-    def fill(
-        self, write: Callable[[str, Piece, Tensor], None], parts: Sequence[str] | None = None
-    ) -> None:
-        """Sets the values of this rank's pieces of all states, and gathers the parameters.
-
-        Collective. If there are two versions of the parameters (2BW) and `parts` is given, the
-        previous version becomes a copy of the newest version.
-
-        Args:
-            write: `write(part, piece, out)` is called for every piece of every part, and writes the
-                values to `out` [*piece.size].
-            parts: names of the parts to set; by default all parts.
-        """
-        late = parts is None and self.layout.policy.delayed
-        with self.overwriting(everything=parts is None):
-            for state in self.all_states:
-                wanted = [part for part in state.storages if parts is None or part in parts]
-                publish = not (late and state.bucket.group.key.trainable)
-                with self.staged(state, wanted, write=True, publish=publish) as values:
-                    for record in state.records(parts):
-                        write(record.part, record.piece, record.of(values[record.part]))
-
-    def initialize(self, initial: Initial, again: bool, everything: bool = False) -> None:
-        """Sets the weights to their initial values. Collective.
-
-        Args:
-            initial: function from a piece to its initial values.
-            again: whether to keep `initial` after this call, so that it can compute the initial
-                weights again after a failed load.
-            everything: whether to set all parts other than weights to 0, as in a new optimizer. If
-                False, these parts are left unchanged.
-        """
-
-        def write(part: str, piece: Piece, out: Tensor) -> None:
-            out.copy_(initial(piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
-
-        self.fill(write, None if everything else (WEIGHT,))
-        if again:
-            self.consistency.mark_initialized(initial)
 
     def _before_overwriting(self, everything: bool) -> None:
         """Finishes the last update, or discards it if all values will be overwritten."""

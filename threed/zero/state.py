@@ -4,7 +4,8 @@
     reads = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(reads):     buffers: name of a part -> its staged buffer
         weight = buffers["weight"].wait()             [n]
-    for record, values in read_records(records):      values of a piece of a global tensor
+    for record, values in read(optimizer, records(optimizer)):
+        values                                        [*record.piece.size]
 
 A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
 tensors of the update rule (moments). Each part is a flat tensor [n], which contains pieces (boxes)
@@ -17,9 +18,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -243,15 +245,45 @@ def fetched_in_turn(
             drop_all(buffers)
 
 
-def read_records(wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
-    """Yields each record with the values of its piece, shape [*piece.size].
+class HoldsStates(Protocol):
+    """The part of `Optimizer` that the functions below use."""
 
-    The values are views of the states' buffers, and are only valid until the next iteration. Call
-    `Optimizer.wait` first, because all updates must have finished.
+    layout: Layout
+    states: list[State]
+    frozen: list[State]
+    earlier: list[State]
+    consistency: Consistency
+
+    def wait(self) -> None: ...
+
+    def staged(
+        self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
+    ) -> AbstractContextManager[dict[str, Tensor]]: ...
+
+    def overwriting(self, everything: bool) -> AbstractContextManager[None]: ...
+
+
+def states_of(optimizer: HoldsStates) -> list[State]:
+    """Returns all states of this rank: the optimizer's `states`, `frozen` and `earlier`."""
+    return [*optimizer.states, *optimizer.frozen, *optimizer.earlier]
+
+
+def records(optimizer: HoldsStates, parts: Sequence[str] | None = None) -> Iterator[Record]:
+    """Yields the records of all states of this rank, in buffer order; see `State.records`."""
+    for state in states_of(optimizer):
+        yield from state.records(parts)
+
+
+def read(optimizer: HoldsStates, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
+    """Waits for the last update, and yields each record with the values of its piece, [*piece.size].
+
+    The values are views of the states' buffers, and are only valid until the next iteration.
 
     Args:
+        optimizer: the optimizer that holds the states.
         wanted: the records to read. Records of the same state must be consecutive.
     """
+    optimizer.wait()
     by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda one: one.state)]
     fetched = (
         (state, state.fetch(dict.fromkeys(record.part for record in some)))
@@ -263,6 +295,54 @@ def read_records(wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
                 yield record, record.of(buffers[record.part].wait())
         finally:
             drop_all(buffers)
+
+
+def fill(
+    optimizer: HoldsStates,
+    write: Callable[[str, Piece, Tensor], None],
+    parts: Sequence[str] | None = None,
+) -> None:
+    """Sets the values of this rank's pieces of all states, and gathers the parameters. Collective.
+
+    If there are two versions of the parameters (2BW) and `parts` is given, the previous version
+    becomes a copy of the newest version.
+
+    Args:
+        optimizer: the optimizer that holds the states.
+        write: `write(part, piece, out)` is called for every piece of every part, and writes the
+            values to `out` [*piece.size].
+        parts: names of the parts to set; by default all parts.
+    """
+    late = parts is None and optimizer.layout.policy.delayed
+    with optimizer.overwriting(everything=parts is None):
+        for state in states_of(optimizer):
+            wanted = [part for part in state.storages if parts is None or part in parts]
+            publish = not (late and state.bucket.group.key.trainable)
+            with optimizer.staged(state, wanted, write=True, publish=publish) as values:
+                for record in state.records(parts):
+                    write(record.part, record.piece, record.of(values[record.part]))
+
+
+def initialize(
+    optimizer: HoldsStates, initial: Initial, again: bool, everything: bool = False
+) -> None:
+    """Sets the weights to their initial values. Collective.
+
+    Args:
+        optimizer: the optimizer that holds the states.
+        initial: function from a piece to its initial values.
+        again: whether to keep `initial` after this call, so that it can compute the initial weights
+            again after a failed load.
+        everything: whether to set all parts other than weights to 0, as in a new optimizer. If
+            False, these parts are left unchanged.
+    """
+
+    def write(part: str, piece: Piece, out: Tensor) -> None:
+        out.copy_(initial(piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
+
+    fill(optimizer, write, None if everything else (WEIGHT,))
+    if again:
+        optimizer.consistency.mark_initialized(initial)
 
 
 def drop_all(buffers: dict[str, StagedBuffer]) -> None:

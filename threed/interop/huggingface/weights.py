@@ -30,7 +30,7 @@ from threed.interop.huggingface.folder_record import GENERATION, record_of
 from threed.interop.huggingface.native_writer import FILE_BYTES, write_tensors
 from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
-from threed.zero.state import WEIGHT
+from threed.zero.state import WEIGHT, fill, records
 
 # Model keys that a run may choose; the folder determines all other keys.
 FREE = ("seq", "dropout", "mtp_loss")
@@ -108,7 +108,7 @@ def load_hf(
 
     restore = finite.Restore(folder, here.trained)
     with optimizer.consistency.changing():
-        optimizer.fill(restore)
+        fill(optimizer, restore)
         problems = [f"{path}: {problem}" for problem in restore.problems]
         raise_together(problems, everyone, CheckpointError)
     optimizer.updates.zero_()
@@ -175,7 +175,7 @@ def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[s
     """
     dtype = DTYPES[config.precision.dtype]
     try:
-        for record in optimizer.records((WEIGHT,)):
+        for record in records(optimizer, (WEIGHT,)):
             piece = record.piece
             tensor = folder.tensor(WEIGHT, piece.name)
             if torch.finfo(tensor.dtype).max > 2 * torch.finfo(dtype).max:
