@@ -54,7 +54,7 @@ from threed.core.device import processor  # noqa: E402
 from threed.distributed.topology import Topology  # noqa: E402
 from threed.engine import Engine  # noqa: E402
 from threed.layers import Slicing  # noqa: E402
-from threed.zero.records import read, records  # noqa: E402
+from threed.zero.state import read, records  # noqa: E402
 
 VOCAB = 256
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.configs import batch, share
 from threed.checkpoint.files import checksum, tree_hash
 from threed.engine import Engine
-from threed.zero.records import read, records
+from threed.zero.state import read, records
 
 
 def train(engine: Engine, count: int) -> list[float]:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint import files, manifest
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.run_folder import Retention
 from threed.checkpoint.saving import Save, Saver
 from threed.cli import launch
 from threed.core.native import build

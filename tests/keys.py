@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from tests.test_floors import ROOT
 from threed.checkpoint.resuming import CONTENTS, RULES
-from threed.config.arguments import GROUPS, default_text, takes
+from threed.config.arguments import GROUPS
+from threed.config.flags import default_text, takes
 from threed.config.groups import Config, key_name
 from threed.config.requirements import REFUSALS
 from threed.config.schema import written

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from threed.zero.optimizer import Optimizer
 
 ROOT = Path(__file__).parents[1]
 # tuples: `isinstance` with a union takes several times as long, and the checks look at a million nodes
@@ -195,6 +198,16 @@ def test_no_object_sets_the_fields_of_another() -> None:
 def test_modules_have_no_state() -> None:
     found = {f"{module}: {name}" for module, tree in sources(ROOT) for name in module_state(tree)}
     assert found == STATE.keys()
+
+
+def test_the_optimizer_has_at_most_eight_public_methods() -> None:
+    """`zero.state` has functions for what is not a part of a step, such as filling states with values."""
+    methods = [
+        name
+        for name, value in vars(Optimizer).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    ]
+    assert 0 < len(methods) <= 8, methods
 
 
 PLANTED = {

@@ -72,7 +72,7 @@ CONFIG = Walkthrough(
         Step("threed.trainer:start_engine", "builds process groups, model and engine"),
         Step("threed.distributed.topology:Topology", "creates the axes and their process groups"),
         Step(
-            "threed.models:build",
+            "threed.models.custom:build",
             "creates the layers of the architecture on the meta device",
             by="start_engine",
         ),
@@ -155,7 +155,7 @@ CONFIG = Walkthrough(
         Step(
             "threed.distributed.topology:Topology.on_meta", "creates the same axes without groups"
         ),
-        Step("threed.models:build", by="Column"),
+        Step("threed.models.custom:build", by="Column"),
         Step(
             "threed.planner.stages:Stages",
             "divides the model into stages",

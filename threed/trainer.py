@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import models
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import candidates, compare, job_name
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.resuming import changes
+from threed.checkpoint.run_folder import Retention, candidates, refusals
 from threed.config import Config, ConfigError
 from threed.config.arguments import format_problems, to_toml
 from threed.config.checks import find_problems
 from threed.config.program import program_config
 from threed.config.resolution import resolve
+from threed.core import process
 from threed.core.source import is_foreign, name_of, names_model
 from threed.data import Data, open_data
 from threed.data.prefetch import Prefetcher
@@ -39,6 +39,7 @@ from threed.engine import Engine, StepMetrics
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.layers import Slicing
 from threed.models import Decoder, Wrapped
+from threed.models.custom import build
 from threed.monitor import Monitor
 from threed.planner.forecast import Forecast
 from threed.reliability import preemption
@@ -227,8 +228,8 @@ class Trainer:
             Preempted: if the run was stopped before its last step, after a checkpoint was saved.
         """
         probe(self.folder, self.world)
-        with owned(self.folder, self.world, job_name()) as owner:
-            preemption.begin(self.folder, job_name(), self.world)
+        with owned(self.folder, self.world, process.job_name()) as owner:
+            preemption.begin(self.folder, process.job_name(), self.world)
             with Supervision(self.folder, self.topology, self.config, self.interrupted) as watch:
                 self._run(owner, watch)
 
@@ -266,7 +267,11 @@ class Trainer:
         Raises:
             CheckpointError: if the run may not resume from the checkpoint.
         """
-        extra["changes"] = compare(extra.pop("manifest", None), self.config, self.data).accepted()
+        manifest, extra["changes"] = extra.pop("manifest", None), []
+        if manifest is not None:
+            if refused := refusals(manifest, self.config, self.data):
+                raise CheckpointError("; ".join(refused))
+            extra["changes"] = changes(manifest, self.config, self.data)
         step, samples = self.engine.steps, self.engine.consumed
         tokens = int(extra.get("tokens", samples * self.config.model.seq))
         return Start(step, samples, tokens, bool(extra.get("saved")), extra)
@@ -349,7 +354,7 @@ def start_engine(config: Config) -> Engine:
     # The timeout is at least TIMEOUT, because the watchdog is not active while a run loads a
     # checkpoint or ends.
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-    engine = Engine(models.build(config.model, Slicing.of(topology, config)), topology, config)
+    engine = Engine(build(config.model, Slicing.of(topology, config)), topology, config)
     if engine.wraps_module:
         # The module's dropout uses torch's generator, and dropout masks must differ between ranks.
         torch.manual_seed(config.train.seed + topology.rank)
@@ -451,7 +456,9 @@ class Loop:
         if world.index == 0:
             newest = next(candidates(folder, "auto"), None)
             reason = self.run.stop.reason
-            preemption.mark(folder, self.engine.steps, reason, newest, job_name(), world.size)
+            preemption.mark(
+                folder, self.engine.steps, reason, newest, process.job_name(), world.size
+            )
         collectives.barrier(world)
 
 

@@ -24,13 +24,14 @@ from tests.configs import Case, config_of, engine_of, topology_of
 from tests.harness import run_ranks
 from threed.checkpoint import manifest, native, saving
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.saving import Save, Saver, save_bytes
+from threed.checkpoint.saving import Save, Saver
 from threed.config import Config
 from threed.distributed import collectives
 from threed.distributed.sharding import Piece
 from threed.engine import Engine
-from threed.zero.records import Record
+from threed.planner.memory_estimate import save_bytes
 from threed.zero.snapshot import Room, Snapshot
+from threed.zero.state import Record
 
 # ------------------------------------------------------------------------------------------------------------ contents
 

@@ -21,9 +21,7 @@ from tests.checkpoints import train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed.checkpoint import files, native
-from threed.checkpoint.files import Hashes, checksum, stream_tensors, tree_hash
-from threed.core import atomic
-from threed.core.atomic import publish
+from threed.checkpoint.files import Hashes, checksum, publish, stream_tensors, tree_hash
 from threed.distributed.sharding import Piece, intersect, split
 
 
@@ -195,13 +193,13 @@ def saved_under_watch(path: Path) -> list[tuple[list[tuple[str, str]], list[str]
         for _ in range(2):
             train(engine, 1)
             recorder = Recorder(path, patch)
-            swap = atomic._swap
+            swap = files._swap
 
             def noted(a: Path, b: Path, recorder: Recorder = recorder, swap: Any = swap) -> bool:
                 recorder._note("swap", a)
                 return bool(swap(a, b))
 
-            patch.setattr(atomic, "_swap", noted)
+            patch.setattr(files, "_swap", noted)
             engine.save(path)
             recorder._look("the end")
             recorder.recording = False

@@ -32,7 +32,7 @@ from tests.interop.test_interop_hf import config_of as hf_config
 from threed.checkpoint.files import CheckpointError
 from threed.cli.commands import main
 from threed.engine import Engine
-from threed.zero.records import read, records
+from threed.zero.state import read, records
 
 FILE = "rank-00000.safetensors"
 VALUES: list[Any] = [

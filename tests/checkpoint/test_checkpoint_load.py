@@ -22,9 +22,10 @@ from tests.checkpoints import distance, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from tests.runs import run
-from threed.checkpoint import files, finite
-from threed.checkpoint.files import CheckpointError, TensorFile, stream_tensors
+from threed.checkpoint import finite, reading
+from threed.checkpoint.files import CheckpointError, stream_tensors
 from threed.checkpoint.lazy_tensors import MemoryTensor
+from threed.checkpoint.reading import TensorFile
 from threed.data import Data
 from threed.distributed import collectives
 from threed.distributed.sharding import Piece
@@ -268,8 +269,8 @@ def test_after_a_read_error_no_thread_writes_any_more(tmp_path: Path) -> None:
         into[:] = bytes([1]) * len(into)
 
     with (
-        mock.patch.object(files, "fill", slow),
-        mock.patch.object(files, "BLOCK", 2**20),
+        mock.patch.object(reading, "fill", slow),
+        mock.patch.object(reading, "BLOCK", 2**20),
         pytest.raises(CheckpointError, match=r"file cannot be read: .*Input/output error"),
     ):
         TensorFile(path).read("w", 0, out)

@@ -24,9 +24,9 @@ from tests.checkpoints import distance, hashes_of, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, TensorFile
+from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import read_all, read_box
-from threed.checkpoint.reading import Reader
+from threed.checkpoint.reading import Reader, TensorFile
 from threed.distributed import collectives
 from threed.engine import Engine
 

@@ -13,10 +13,9 @@ import pytest
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from tests.runs import configuration, open_text, run
-from threed.checkpoint import native, retention
+from threed.checkpoint import native, run_folder
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import candidates
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.run_folder import Retention, candidates
 from threed.cli import launch
 from threed.data import Data
 from threed.distributed import collectives
@@ -297,7 +296,7 @@ def test_what_was_there_before_counts_once_it_verifies(tmp_path: Path) -> None:
 def test_checkpoints_of_one_second_do_not_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention.time, "strftime", lambda text: "checkpoints-abandoned-now")
+    monkeypatch.setattr(run_folder.time, "strftime", lambda text: "checkpoints-abandoned-now")
     kept = Retention(tmp_path / "run", 2, Topology().axis("world"))
     for _ in range(3):
         step(tmp_path, 3).mkdir(parents=True)

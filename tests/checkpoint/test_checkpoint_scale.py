@@ -30,8 +30,7 @@ from threed.distributed.grid import Grid
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
 from threed.planner.blueprint import Blueprint, Pipeline
-from threed.zero.records import Record
-from threed.zero.state import new_state
+from threed.zero.state import Record, new_state
 
 PARTS = ("exp_avg", "exp_avg_sq")
 SMALL = {"layers": 4, "hidden": 256, "heads": 8, "seq": 64}

@@ -17,7 +17,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Save
 from threed.distributed import collectives
 from threed.engine import Engine
-from threed.zero.records import read
+from threed.zero.state import read
 
 CASE = Case(1, 2, 1, model="llama", zero=2, layers=2, dtype="fp32", bucket_mib=0.02)
 

@@ -15,10 +15,12 @@ from tests import keys
 from tests.configs import engine_of
 from tests.harness import run_ranks, run_script
 from tests.runs import SEQ, TINY, configuration, open_text, run
+from threed.checkpoint import run_folder
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.native import read_manifest
-from threed.checkpoint.resuming import compare
-from threed.config.arguments import GROUPS, takes
+from threed.checkpoint.resuming import changes
+from threed.config.arguments import GROUPS
+from threed.config.flags import takes
 from threed.config.groups import Config, key_name, python_name
 from threed.config.resolution import resolve
 from threed.data import Data, open_data
@@ -91,15 +93,16 @@ def compared(folder: str) -> dict[str, tuple[list[str], list[str]]]:
     run(Path(folder), data, train={"steps": 2}, **llama)
     manifest = read_manifest(Path(folder) / "run" / "checkpoints" / "step-2")
     config, found = configuration(Path(folder), data, 1, train={"steps": 2}, **llama), {}
-    assert compare(manifest, config, data) == compare(None, config, data)
+    assert run_folder.refusals(manifest, config, data) == changes(manifest, config, data) == []
     for group, kind in GROUPS.items():
         for name in kind.model_fields:
             other = changed(
                 config, group, name, other_value(group, name, getattr(getattr(config, group), name))
             )
             assert other != config, name
-            result = compare(manifest, other, data)
-            found[f"{group}.{key_name(name)}"] = (result.refused, result.applied)
+            found[f"{group}.{key_name(name)}"] = (
+                run_folder.refusals(manifest, other, data), changes(manifest, other, data),
+            )  # fmt: skip
     return found
 
 
@@ -365,15 +368,14 @@ def moved(folder: str) -> list[list[str]]:
     both = open_data(
         str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c", special_tokens="parse"
     )
-    found = [
-        compare(manifest, config, one)
-        for one in (data, elsewhere, companion, both, open_text(place))
-    ]
+    others = (data, elsewhere, companion, both, open_text(place))
+    found = [run_folder.refusals(manifest, config, one) for one in others]
+    applied = [changes(manifest, config, one) for one in others]
     # as a config.json in the same folder may have named another end
     manifest["state"]["extra"]["eot"] = 5
-    found.append(compare(manifest, config, data))
-    assert not any(one.applied for one in found)
-    return [one.refused for one in found]
+    found.append(run_folder.refusals(manifest, config, data))
+    assert not any([*applied, changes(manifest, config, data)])
+    return found
 
 
 def test_files_of_a_tokenizer_may_move(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from threed.cli.commands import main
 from threed.cli.parser import TOOLS, TRAINING
-from threed.config.arguments import GROUPS, help_text, load
+from threed.config.arguments import GROUPS, load
+from threed.config.flags import help_text
 from threed.config.groups import Config
 
 SMALL = "--model.layers 2 --model.hidden 32 --model.heads 2 --model.seq 16 --train.sample-tokens 0".split()

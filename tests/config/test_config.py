@@ -19,11 +19,11 @@ from threed.config.arguments import (
     GROUPS,
     PRESETS,
     format_problems,
-    help_text,
     load,
     to_toml,
 )
 from threed.config.checks import check_vocab, find_problems
+from threed.config.flags import help_text
 from threed.config.groups import (
     Config,
     ConfigError,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.checkpoint.resuming import model_differences
+from threed.checkpoint.run_folder import model_differences
 from threed.config import Config, ConfigError
 from threed.config.architectures.rope_scaling import RopeScaling
 from threed.config.arguments import load, to_toml

@@ -41,7 +41,7 @@ from threed.interop.huggingface.export import export_hf
 from threed.interop.huggingface.folder import HFFolder
 from threed.interop.huggingface.weights import import_hf
 from threed.interop.pretrained import find
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 # One of each family: scaled angles, heads of a size of their own, biases, windows, caps, packed projections, ties.
 NAMES = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]

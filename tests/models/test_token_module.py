@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from threed.layers import MicroBatch, Slicing
 from threed.models import TokenModule, for_tokens
-from threed.models.token_module import ForwardError
+from threed.models.custom import ForwardError
 
 VOCAB = 11
 TOKENS = torch.arange(12).remainder(VOCAB).view(2, 6)

@@ -21,8 +21,8 @@ from threed.engine import Engine, StepMetrics
 from threed.ops.matmul import Matmul
 from threed.ops.precision import LossScale
 from threed.zero.offload import OffloadedOptimizer
-from threed.zero.records import fill_in_place
 from threed.zero.reductions import Gradient, squares
+from threed.zero.state import fill
 
 
 def with_(config: Config, **groups: dict[str, object]) -> Config:
@@ -457,7 +457,7 @@ def break_a_load(engine: Engine, _: pytest.MonkeyPatch) -> None:
         out.zero_()
 
     with pytest.raises(OSError, match="no such file"):
-        fill_in_place(engine.optimizer, write)
+        fill(engine.optimizer, write)
 
 
 @pytest.mark.parametrize("breaks", [break_an_update, break_a_load])

@@ -21,7 +21,7 @@ from tests.schedules.test_schedules_training import Counter
 from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.records import WEIGHT, read, records
+from threed.zero.state import WEIGHT, read, records
 from threed.zero.update import Update
 
 STEPS = 4

@@ -18,7 +18,7 @@ from tests.monitor.test_monitor_wandb import config_of_run
 from tests.pictures import check_style
 from tests.programs import Program
 from threed.checkpoint import native
-from threed.checkpoint.resuming import resume_hint
+from threed.checkpoint.run_folder import resume_hint
 from threed.config import Config
 from threed.monitor import metrics
 from threed.training.provenance import git_commit

@@ -15,9 +15,9 @@ from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.zero import layout
 from threed.zero.layout import DataAxes, Policy
-from threed.zero.records import records
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
+from threed.zero.state import records
 
 
 def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:

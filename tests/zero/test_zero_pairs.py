@@ -17,8 +17,7 @@ from tests.test_equivalence import run_all
 from threed.distributed.sharding import slices
 from threed.engine import Engine
 from threed.planner.forecast import Forecast
-from threed.zero.records import records
-from threed.zero.state import holdings
+from threed.zero.state import holdings, records
 
 BASE = Case(pp=2, layers=4, microbatches=4)
 # a slice: the parameters of its bucket, where that begins, and the slice

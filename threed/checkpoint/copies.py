@@ -28,20 +28,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from threed.checkpoint.extras import Extras
 from threed.checkpoint.file_transfer import receive_file, receive_json, send_file, send_json
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
-from threed.checkpoint.saving import Save, forecast_states
+from threed.checkpoint.saving import Extras, Save
 from threed.checkpoint.sections import Held, SavedFile, held
 from threed.config import Config
 from threed.distributed import collectives
 from threed.distributed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import states
 from threed.zero.snapshot import copy_bytes
-from threed.zero.state import State
+from threed.zero.state import State, forecast_states, states_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Plan:
         Returns:
             The plan of this rank, with the shares that are assigned to it.
         """
-        everyone, sections = topology.axis("world"), held(optimizer.layout, states(optimizer))
+        everyone, sections = topology.axis("world"), held(optimizer.layout, states_of(optimizer))
         keys = [(h.section.digest[:16], h.portion) for h in sections]
         holders: dict[tuple[str, int], list[int]] = {}
         # For each (machine index, digest of a section), the machine's first rank that holds the

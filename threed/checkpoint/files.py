@@ -1,13 +1,12 @@
-"""Reads and writes safetensors files durably, with hashes that detect damaged and truncated files.
+"""Writes folders of safetensors files durably, with hashes that detect damaged and truncated files.
 
-    hashes = stream_tensors(path, about, tensors)
-    with TensorFile(path) as file: file.read("weight", 0, out)
+    folder = begin(path, mark, "checkpoint", nbytes)     an unfinished folder, path + ".tmp"
+    hashes = stream_tensors(folder / name, about, tensors)
+    publish(folder, path)                                renames it; replaces an older folder
 
 A safetensors file consists of an 8-byte header length, a JSON header, and the tensors' bytes. This
 module does not use the safetensors library, so that it can hash the data while it writes them, keep
-only one tensor in memory at a time, and report a full disk immediately. Files are read with plain
-read calls, directly into the destination tensor. A failed read raises an exception; with a memory
-map, it would kill the process.
+only one tensor in memory at a time, and report a full disk immediately. `reading` reads the files.
 
 Each file has two hashes. `tree` is the SHA-256 of the concatenated SHA-256 digests of the file's
 8 MiB blocks; threads hash the blocks in parallel. `sum` is the SHA-256 of the concatenated
@@ -18,6 +17,7 @@ Without the native library there is no `sum`, and loads compare `tree`.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -25,7 +25,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from io import FileIO
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from threed.core.atomic import building_place
+from threed.core.atomic import sync
 from threed.core.disk import ELSEWHERE, why
 from threed.core.disk import in_units as in_units
 from threed.core.native import function
@@ -52,7 +52,6 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 EXPORTED = NAMES | {
     torch.bool: "BOOL", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.complex64: "C64",
 }  # fmt: skip
-MOST_HEADER = 10**8  # maximum bytes of a file's header, as in the safetensors library
 About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # (dtype, shape) of each tensor, by name
 Metadata = Mapping[str, str]
 Parts = Iterable[bytes | Tensor]  # contents of a file: bytes, and uint8 tensors [n] on the CPU
@@ -378,89 +377,6 @@ def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-class TensorFile:
-    """An open safetensors file.
-
-    Attributes:
-        tensors: (dtype, shape, offset) by tensor name. The dtype has the spelling of the header
-            ("F32"). The offset is the position of the tensor's first byte in the file.
-        metadata: texts of the header's `__metadata__`, by name.
-
-    Raises:
-        CheckpointError: if the file is not a valid safetensors file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._handle = path, -1
-        try:
-            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            size = os.fstat(self._handle).st_size
-            length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
-            if not 2 <= length <= min(size - 8, MOST_HEADER):
-                raise ValueError("its header is longer than it")
-            header = json.loads(os.pread(self._handle, length, 8).decode())
-            self.metadata, self.tensors = _parse_header(header, 8 + length, size)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            self.close()
-            raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
-
-    def read(self, name: str, first: int, out: Tensor) -> None:
-        """Fills `out` with n consecutive elements of a tensor, starting at element `first`.
-
-        Args:
-            name: name of the tensor.
-            first: index of the first element, in row-major order.
-            out: contiguous tensor [n] on the CPU, of the dtype of the tensor in the file.
-
-        Raises:
-            CheckpointError: if the file cannot be read.
-        """
-        dtype, _, begin = self.tensors[name]
-        at, rest = begin + first * DTYPES[dtype].itemsize, out.view(torch.uint8).numpy().data
-        starts = range(0, len(rest), BLOCK)
-        with reading(self.path):
-            if len(starts) > 1:
-                blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
-                work = [threads().submit(fill, self._handle, *block) for block in blocks]
-                # Waits for all blocks even if one has failed, because no thread may write to `out`
-                # after `read` has returned.
-                wait(work)
-                for one in work:
-                    one.result()
-            else:
-                fill(self._handle, rest, at)
-
-    def tensor(self, name: str) -> Tensor:
-        """Reads the full tensor `name`, and returns it."""
-        dtype, shape, _ = self.tensors[name]
-        out = torch.empty(shape, dtype=DTYPES[dtype])
-        self.read(name, 0, out.view(-1))
-        return out
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._handle = -1
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
 def fill(handle: int, out: memoryview, at: int) -> None:
     """Fills `out` with bytes of an open file.
 
@@ -479,46 +395,18 @@ def fill(handle: int, out: memoryview, at: int) -> None:
         at, out = at + read, out[read:]
 
 
-def _parse_header(
-    header: Any, begin: int, size: int
-) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
-    """Returns the attributes `metadata` and `tensors` of a `TensorFile`, parsed from a header.
-
-    Args:
-        header: the JSON header.
-        begin: offset in the file of the first byte after the header.
-        size: size of the file in bytes.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: if the header is not valid, or the tensors
-            do not fill the file exactly.
-    """
-    metadata, found = dict(header.pop("__metadata__", {})), {}
-    for name, about in header.items():
-        (first, last), shape = about["data_offsets"], list(about["shape"])
-        if not all(type(n) is int and n >= 0 for n in (first, last, *shape)) or len(shape) > 64:
-            raise ValueError(f"{name} has no valid place or shape")
-        if last - first != math.prod(shape) * DTYPES[about["dtype"]].itemsize:
-            raise ValueError(f"{name} has {last - first} bytes, which is not its size")
-        found[name] = (about["dtype"], shape, begin + first, begin + last)
-    end = begin
-    for _, _, first, last in sorted(found.values(), key=lambda place: place[2:]):
-        if first != end:
-            raise ValueError("its tensors overlap, or leave a gap")
-        end = last
-    if end != size:
-        raise ValueError(f"its tensors end at {end}, and it has {size} bytes")
-    return metadata, {
-        name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()
-    }
-
-
 # ----------------------------------------------------------------------------------------------------------- folders
 
 
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # values from fcntl.h and linux/fs.h
 # Fixes for a full disk other than to free space: for checkpoints of a run, and for new folders.
 FIXES = ("lower --checkpoint.keep", ELSEWHERE)
 OTHER_FOLDER = ("choose another folder",)
+
+
+def building_place(path: Path) -> Path:
+    """Returns the temporary path, next to `path`, at which the folder is built before `publish`."""
+    return path.with_name(path.name + ".tmp")
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int, fixes: tuple[str, ...] = FIXES) -> Path:
@@ -591,3 +479,45 @@ def check_space(
         free = f"{in_units(disk.free)} are free at {folder}"
         fix = f"{', '.join(['free some space', *fixes[:-1]])}, or {fixes[-1]}"
         raise CheckpointError(f"disk full: a {kind} needs {in_units(needed)}, {free}: {fix}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes and flushes a small file in a folder that is not published yet."""
+    path.write_text(text, encoding="utf-8")
+    sync(path)
+
+
+def publish(building: Path, path: Path) -> None:
+    """Renames a finished folder to its final name; replaces an existing folder with that name.
+
+    The rename is flushed to disk. If the system can exchange two names atomically, `path` is a
+    complete folder at every moment, even while an existing folder is being replaced.
+
+    Args:
+        building: the finished folder.
+        path: the final name.
+
+    Raises:
+        OSError: if renaming fails.
+    """
+    sync(building)
+    if not path.exists():
+        building.rename(path)
+    elif _swap(building, path):
+        shutil.rmtree(building, ignore_errors=True)
+    else:
+        old = path.with_name(path.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        building.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+    sync(path.parent)
+
+
+def _swap(a: Path, b: Path) -> bool:
+    """Exchanges two names with Linux's renameat2(2); returns False if it is not supported."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    return (
+        call is not None
+        and call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+    )

@@ -29,7 +29,7 @@ from threed.checkpoint.node_memory import Epochs, Machines, Place
 from threed.checkpoint.reading import Reader
 from threed.distributed import collectives
 from threed.distributed.topology import Axis, Link, Topology
-from threed.zero.records import Record
+from threed.zero.state import Record
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,15 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from threed.checkpoint.files import CheckpointError, checksum, plain, tree_hash
+from threed.checkpoint.files import (
+    CheckpointError,
+    building_place,
+    checksum,
+    plain,
+    publish,
+    tree_hash,
+    write_text,
+)
 from threed.checkpoint.sections import digest as digest
 from threed.config.renames import Renames
 from threed.config.schema import (
@@ -36,7 +44,6 @@ from threed.config.schema import (
     ValidationError,
     model_validator,
 )
-from threed.core.atomic import building_place, publish, write_text
 
 FORMAT = "threed-checkpoint"
 VERSION = 3

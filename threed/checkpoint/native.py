@@ -11,7 +11,9 @@ written into `step-40.tmp` and flushed to disk. At the end, the folder is rename
 
 from __future__ import annotations
 
+import hashlib
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -21,7 +23,6 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint import compatibility, finite
-from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import TensorSource
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
@@ -31,23 +32,17 @@ from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verified as verified
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
-from threed.checkpoint.resuming import model_differences, optimizer_differences
+from threed.checkpoint.run_folder import model_differences, optimizer_differences
+from threed.checkpoint.saving import Extras
 from threed.config import Config
+from threed.core.device import rng_states, set_rng_states
 from threed.distributed import collectives
 from threed.distributed.collectives import attempt_together, raise_together
 from threed.distributed.sharding import slices
 from threed.distributed.topology import Axis, Topology
+from threed.models.buffers import dtype_name
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import (
-    PREVIOUS,
-    WEIGHT,
-    fill_in_place,
-    initialize,
-    read,
-    records,
-    records_of,
-    states,
-)
+from threed.zero.state import PREVIOUS, WEIGHT, fill, initialize, read, records, states_of
 
 T = TypeVar("T")
 
@@ -116,7 +111,8 @@ def load(
         _warn_not_restored(topology.rank, reader, here, new)
     seed = f"{config.train.seed}/{state['steps']}"
     states = reader.generators(topology.rank) if same or topology.rank == 0 else {}
-    extras.restore_generators(states, same, seed)
+    if extras.generators:
+        _restore_generators(topology, states, same, seed)
     optimizer.updates.fill_(state["updates"])
     optimizer.rates.restore(state)
     optimizer.bad.restore(state)
@@ -190,7 +186,7 @@ def _refuse_unreadable(
         names = extras.buffers.persistent()
         for file in reader.files_of(records(optimizer), names, rank):
             reader.file(file)
-        _refuse(extras.problems(reader.buffers, {} if rank is None else reader.generators(rank)))
+        _refuse(_extras_problems(extras, reader, {} if rank is None else reader.generators(rank)))
     except CheckpointError as error:
         raise CheckpointError(
             str(error) if str(path) in str(error) else f"{path}: {error}"
@@ -217,7 +213,7 @@ def _overwrite(
     initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
         with optimizer.consistency.changing():
-            fill_in_place(optimizer, restore)
+            fill(optimizer, restore)
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
@@ -234,10 +230,10 @@ def _overflow(path: Path, optimizer: Optimizer) -> str:
     """Returns an error text if a weight of this rank overflows `param_dtype`, or ""."""
     dtype = optimizer.layout.policy.param_dtype
     try:
-        for state in states(optimizer):
+        for state in states_of(optimizer):
             parts = [part for part in (WEIGHT,) if part in state.storages]
             with optimizer.staged(state, parts) as values:
-                for record in records_of(state, (WEIGHT,)):
+                for record in state.records((WEIGHT,)):
                     finite.narrowed(record.piece.name, record.of(values[WEIGHT]), dtype)
     except CheckpointError as error:
         return f"{path}: {error}"
@@ -264,6 +260,77 @@ def _warn_not_restored(
         rank, f"the checkpoint has no moments {some}: they begin at zero", without_moments
     )
     compatibility.tell(rank, "moments of {} are left out: they are not trained any more", untrained)
+
+
+# ------------------------------------------------------------------------------------------ buffers and generators
+
+
+def _extras_problems(extras: Extras, reader: Reader, states: Mapping[str, Tensor]) -> list[str]:
+    """Returns the reasons why buffers or generator states cannot be restored on this rank.
+
+    Args:
+        extras: buffers and random generators that will be loaded.
+        reader: the open checkpoint.
+        states: saved generator states by name; empty if they are not restored.
+    """
+    saved, places = reader.buffers, extras.buffers.persistent().items()
+    found = [(name, place.value, saved[name][1]) for name, place in places if name in saved]
+    problems = [
+        f"buffer {name} is {dtype} in the checkpoint and {dtype_name(value)} in the model"
+        for name, value, dtype in found
+        if value is not None
+        and value.is_floating_point() != getattr(torch, dtype).is_floating_point
+    ]
+    checked = extras.generators and states
+    return problems + (_state_problems(states, extras.topology.device) if checked else [])
+
+
+def _state_problems(states: Mapping[str, Tensor], device: torch.device) -> list[str]:
+    """Returns a list with an error text if torch rejects the states, else an empty list.
+
+    To test the given generator states, this function sets them, and then sets the current states
+    again.
+    """
+    before = rng_states(device)
+    if not set(states) >= set(before):
+        return []
+    try:
+        set_rng_states(states, device)
+    except (RuntimeError, TypeError) as error:
+        return [f"the states of its generators are not valid: {error}"]
+    finally:
+        set_rng_states(before, device)
+    return []
+
+
+def _restore_generators(
+    topology: Topology, saved: Mapping[str, Tensor], same: bool, seed: str
+) -> None:
+    """Restores the generators, or seeds them if the checkpoint has a different topology.
+
+    Args:
+        topology: the parallel axes of the run, and this rank's position on them.
+        saved: saved generator states by name: of this rank if the topology is the same, else of
+            rank 0.
+        same: whether the checkpoint was saved in this run's topology.
+        seed: text from which each rank derives a different seed if states are not restored.
+    """
+    device, rank = topology.device, topology.rank
+    now = rng_states(device)
+    if same and set(saved) >= set(now):
+        set_rng_states(saved, device)
+        return
+    # If rank 0 has the same states as the saved rank 0, no forward of the saved run has drawn
+    # random numbers, unless the program seeds its generators otherwise.
+    unused = all(name in saved and torch.equal(saved[name], now[name]) for name in now)
+    digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+    if rank == 0 and not unused:
+        warnings.warn(
+            "the checkpoint has no generator states for this topology: dropout masks of a wrapped module"
+            " differ from those of the saved run",
+            stacklevel=5,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- collecting

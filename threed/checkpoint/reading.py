@@ -1,8 +1,12 @@
 """Reads boxes of the tensors of a native checkpoint, however the saving run split the tensors.
 
+    with TensorFile(path) as file: file.read("weight", 0, out)
     with Reader(path, read_manifest(path)) as reader:
         read_all(reader.tensor("weight", "embedding.weight"))
         reader.tensor("weight", name).read(start, out)      directly into the destination
+
+Files are read with plain read calls, directly into the destination tensor. A failed read raises an
+exception; with a memory map, it would kill the process.
 
 A box is a block of a tensor, see `lazy_tensors`. The first read from a file opens the file and
 compares its header with the manifest.
@@ -10,8 +14,11 @@ compares its header with the manifest.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +26,132 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.checkpoint.files import DTYPES, CheckpointError, TensorFile
+from threed.checkpoint.files import BLOCK, DTYPES, CheckpointError, fill, plain, reading, threads
 from threed.checkpoint.lazy_tensors import Boxed, Shape, read_strided, saved_part
 from threed.checkpoint.manifest import file_of
 from threed.checkpoint.sections import Section
 from threed.models.buffers import of_bytes
-from threed.zero.records import Record
+from threed.zero.state import Record
 
 MOST_OPEN = 64  # maximum number of files that are open at the same time
+MOST_HEADER = 10**8  # maximum bytes of a file's header, as in the safetensors library
+
+
+class TensorFile:
+    """An open safetensors file.
+
+    Attributes:
+        tensors: (dtype, shape, offset) by tensor name. The dtype has the spelling of the header
+            ("F32"). The offset is the position of the tensor's first byte in the file.
+        metadata: texts of the header's `__metadata__`, by name.
+
+    Raises:
+        CheckpointError: if the file is not a valid safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._handle = path, -1
+        try:
+            self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            size = os.fstat(self._handle).st_size
+            length = int.from_bytes(os.pread(self._handle, 8, 0), "little")
+            if not 2 <= length <= min(size - 8, MOST_HEADER):
+                raise ValueError("its header is longer than it")
+            header = json.loads(os.pread(self._handle, length, 8).decode())
+            self.metadata, self.tensors = _parse_header(header, 8 + length, size)
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
+            self.close()
+            raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
+
+    def read(self, name: str, first: int, out: Tensor) -> None:
+        """Fills `out` with n consecutive elements of a tensor, starting at element `first`.
+
+        Args:
+            name: name of the tensor.
+            first: index of the first element, in row-major order.
+            out: contiguous tensor [n] on the CPU, of the dtype of the tensor in the file.
+
+        Raises:
+            CheckpointError: if the file cannot be read.
+        """
+        dtype, _, begin = self.tensors[name]
+        at, rest = begin + first * DTYPES[dtype].itemsize, out.view(torch.uint8).numpy().data
+        starts = range(0, len(rest), BLOCK)
+        with reading(self.path):
+            if len(starts) > 1:
+                blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
+                work = [threads().submit(fill, self._handle, *block) for block in blocks]
+                # Waits for all blocks even if one has failed, because no thread may write to `out`
+                # after `read` has returned.
+                wait(work)
+                for one in work:
+                    one.result()
+            else:
+                fill(self._handle, rest, at)
+
+    def tensor(self, name: str) -> Tensor:
+        """Reads the full tensor `name`, and returns it."""
+        dtype, shape, _ = self.tensors[name]
+        out = torch.empty(shape, dtype=DTYPES[dtype])
+        self.read(name, 0, out.view(-1))
+        return out
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _parse_header(
+    header: Any, begin: int, size: int
+) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
+    """Returns the attributes `metadata` and `tensors` of a `TensorFile`, parsed from a header.
+
+    Args:
+        header: the JSON header.
+        begin: offset in the file of the first byte after the header.
+        size: size of the file in bytes.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: if the header is not valid, or the tensors
+            do not fill the file exactly.
+    """
+    metadata, found = dict(header.pop("__metadata__", {})), {}
+    for name, about in header.items():
+        (first, last), shape = about["data_offsets"], list(about["shape"])
+        if not all(type(n) is int and n >= 0 for n in (first, last, *shape)) or len(shape) > 64:
+            raise ValueError(f"{name} has no valid place or shape")
+        if last - first != math.prod(shape) * DTYPES[about["dtype"]].itemsize:
+            raise ValueError(f"{name} has {last - first} bytes, which is not its size")
+        found[name] = (about["dtype"], shape, begin + first, begin + last)
+    end = begin
+    for _, _, first, last in sorted(found.values(), key=lambda place: place[2:]):
+        if first != end:
+            raise ValueError("its tensors overlap, or leave a gap")
+        end = last
+    if end != size:
+        raise ValueError(f"its tensors end at {end}, and it has {size} bytes")
+    return metadata, {
+        name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()
+    }
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,37 +1,23 @@
-"""Finds the checkpoints from which a run resumes, and compares them with the run, key by key.
+"""Which configuration keys a run may change when it resumes from a checkpoint, and the effects.
 
-    paths = candidates(folder, after_restart(folder, config.checkpoint.resume))
-    found = compare(manifest, config, data)
-    found.refused          differences that prevent the resume, each with its fix
-    found.applied          other differences to report, each with old value, new value and effect
+    for line in changes(manifest, config, data): ...     old value, new value and effect of a key
 
 The rules are in the table `RULES`; `python -m tests.keys` writes this table to
-docs/reference/configuration.md. If the step of a checkpoint is 0, or its weights were imported from
-another framework, only the model and the optimizer are compared.
+docs/reference/configuration.md. Changes that prevent a resume are found by `run_folder.refusals`.
 """
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from threed.checkpoint.files import CheckpointError, plain
-from threed.checkpoint.manifest import parts_of, read_manifest
-from threed.config.arguments import GROUPS
-from threed.config.groups import Config, ModelConfig, OptimConfig, key_name, python_name
-from threed.config.resolution import resolve_model
+from threed.checkpoint.files import plain
+from threed.config.groups import GROUPS, Config, key_name
 from threed.config.schema import written
-from threed.core import process
-from threed.core.source import names_model
 from threed.data import Data
 from threed.zero.rates import describe_rate_change
-from threed.zero.records import PREVIOUS, WEIGHT
-from threed.zero.setup import state_names
 
 Change = Literal["free", "applied", "refused"]
 Manifest = Mapping[str, Any]
@@ -152,137 +138,36 @@ contents may be at a different path.
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
 
-@dataclass
-class Comparison:
-    """The differences between a checkpoint and the run that resumes from it.
+def changes(manifest: Manifest, config: Config, data: Data) -> list[str]:
+    """Returns one line of text per change that takes effect when a run resumes.
 
-    Attributes:
-        refused: one line of text per difference that prevents the resume, with a fix.
-        applied: one line of text per change that takes effect.
-    """
-
-    refused: list[str] = field(default_factory=list)
-    applied: list[str] = field(default_factory=list)
-
-    def accepted(self) -> list[str]:
-        """Returns the lines in `applied`, which the run reports.
-
-        Raises:
-            CheckpointError: if a difference is refused.
-        """
-        if self.refused:
-            raise CheckpointError("; ".join(self.refused))
-        return self.applied
-
-
-def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Yields the checkpoints that a resume tries, in the order in which it tries them.
+    Empty if the step of the checkpoint is 0, or if its weights were imported from another
+    framework: then only the model and the optimizer are compared.
 
     Args:
-        folder: run folder.
-        resume: "auto" for the run folder's checkpoints by descending step; "none" for no
-            checkpoints; or the path of a single checkpoint.
-    """
-    if resume == "auto":
-        steps = [
-            path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()
-        ]
-        yield from sorted(steps, key=step_of, reverse=True)
-    elif resume != "none":
-        yield Path(resume)
-
-
-def after_restart(folder: Path, resume: str) -> str:
-    """Returns the value of `checkpoint.resume` to use after a possible restart by torchrun.
-
-    If torchrun has restarted this job and the job has already saved a checkpoint, the value is
-    "auto". With the configured value, the run would start from a different state and abandon that
-    checkpoint. Otherwise the configured value is returned.
-
-    Args:
-        folder: run folder.
-        resume: the configured value of `checkpoint.resume`.
-    """
-    job = job_name()
-    if resume == "auto" or job is None or process.restarts() == 0:
-        return resume
-    for path in candidates(folder, "auto"):
-        with suppress(CheckpointError):
-            if read_manifest(path)["state"]["extra"].get("job") == job:
-                return "auto"
-    return resume
-
-
-def job_name() -> str | None:
-    """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
-
-    Checkpoints contain this id, so that `after_restart` can find the checkpoints of this job.
-    """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if name == "none" else name
-
-
-def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint from the name of its folder, step-N."""
-    return int(path.name[5:])
-
-
-def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison:
-    """Compares a checkpoint with the run that resumes from it.
-
-    Args:
-        manifest: manifest of the checkpoint; None if the run starts without a checkpoint.
+        manifest: manifest of the checkpoint.
         config: the resolved configuration of the run.
         data: data and tokenizer of the run.
     """
-    if manifest is None:
-        return Comparison()
-    found = _compare_keys(manifest, config, data) if _is_of_a_run(manifest) else Comparison()
-    found.refused += model_differences(manifest, config)
-    found.refused += optimizer_differences(manifest, config)
-    if found.applied:  # changed keys may change the learning rate
-        found.applied += describe_rate_change(manifest["config"], config, manifest["state"])
-    return found
-
-
-def _compare_keys(manifest: Manifest, config: Config, data: Data) -> Comparison:
-    """Compares data, tokenizer and configuration keys; models and optimizers are not compared."""
-    saved, extra, found = manifest["config"], manifest["state"]["extra"], Comparison()
-    if _tokenizer_differs(extra, data):
-        names = f"{plain(saved['data']['tokenizer'])}, and --data.tokenizer {config.data.tokenizer} gives other ids"
-        found.refused.append(f"the checkpoint was trained with tokenizer {names}: {OTHER_IDS}")
-    if extra.get("data_sha256", data.sha256) != data.sha256:
-        found.applied.append(OTHER_DATA)
-    for key, before, now in _changes(saved, config):
+    if not is_of_a_run(manifest):
+        return []
+    saved, state = manifest["config"], manifest["state"]
+    found = [OTHER_DATA] if state["extra"].get("data_sha256", data.sha256) != data.sha256 else []
+    for key, before, now in _changed_keys(saved, config):
         if BY_KEY[key].change == "applied":
-            found.applied.append(f"{key} was {before} and is {now}: {BY_KEY[key].note}")
+            found.append(f"{key} was {before} and is {now}: {BY_KEY[key].note}")
+    if found:  # changed keys may change the learning rate
+        found += describe_rate_change(saved, config, state)
     return found
 
 
-def _is_of_a_run(manifest: Manifest) -> bool:
+def is_of_a_run(manifest: Manifest) -> bool:
+    """Returns whether a run has saved a checkpoint after a step, so that its data are compared."""
     state = manifest["state"]
     return bool(state["steps"]) and "imported" not in state["extra"]
 
 
-def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
-    """Returns whether the run's tokenizer maps text to different ids than the checkpoint's.
-
-    The fingerprints of the two tokenizers are compared. If the checkpoint has no fingerprint, the
-    hashes of the files tokenizer.json are compared instead. The end-of-text id is compared
-    separately, because config.json may define it. So it can differ even if tokenizer.json is the
-    same.
-    """
-    files, now = extra.get("tokenizer"), data.tokenizer.files
-    if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
-        return True
-    if not isinstance(files, dict) or files == now:
-        return False
-    if "fingerprint" in extra:
-        return bool(extra["fingerprint"] != data.tokenizer.fingerprint)
-    return files.get("tokenizer.json") != now.get("tokenizer.json")
-
-
-def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
+def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields the keys whose values differ between the checkpoint and the run.
 
     Keys that the checkpoint does not have are skipped, because an older version of threed, which
@@ -304,101 +189,3 @@ def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
     with suppress(ValueError):  # another version of threed may have saved an invalid value
         return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
-
-
-def model_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns one line of text per difference between the models that prevents a resume."""
-    saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    # Adds the defaults of keys that an older version of threed did not save. If a later version of
-    # threed wrote the checkpoint, the validation may fail; the saved values are then compared as
-    # they are.
-    with suppress(ValueError):
-        resolved = resolve_model(ModelConfig.model_validate(saved))
-        saved = spelled_as(resolved, config.model).model_dump(mode="json")
-    if all(names_model(str(model.get("arch"))) for model in (saved, wanted)):
-        # For custom models, the paths of the code files are not compared, because a file may have
-        # moved. The shapes of the tensors are compared when the checkpoint is loaded.
-        saved["arch"], wanted["arch"] = (m["arch"].rpartition(":")[2] for m in (saved, wanted))
-    fixed = {
-        python_name(key[6:])
-        for key, rule in BY_KEY.items()
-        if rule.group == "model" and rule.change == "refused"
-    }
-    learned = config.model.record.learned_positions
-    fixed |= {"positions"} if learned or config.model.rope_scaling is not None else set()
-    found = []
-    for key in [key for key in wanted if key in fixed and saved.get(key) != wanted[key]]:
-        before = plain(saved.get(key))
-        how = f"give --model.positions {before} as well; otherwise " if key == "positions" else ""
-        differs = f"has {key} = {before}, this run has {wanted[key]}"
-        found.append(f"the checkpoint's model {differs}: {how}{SHAPE}")
-    return found
-
-
-def spelled_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved model configuration in the notation of `model`, to compare the two.
-
-    A Qwen3 without windows can also be written as a Llama with `qk_norm`. If `model` is a Llama
-    with `qk_norm`, such a saved Qwen3 is returned in this notation.
-
-    Args:
-        saved: model configuration of a checkpoint.
-        model: model configuration to compare with.
-    """
-    windows = saved.window is not None or saved.layer_pattern is not None
-    same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
-    return saved.model_copy(update={"arch": "llama", "qk_norm": True}) if same else saved
-
-
-def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns a list of one line of text if the optimizers differ, else an empty list.
-
-    The names of the optimizers in the two configurations are compared. It would not be enough to
-    compare the names of the saved parts, because Lion's momentum has the same name as one of Adam's
-    moments.
-    """
-    optim = OptimConfig.model_validate(manifest["config"]["optim"])
-    saved, wanted = _optimizer_names(optim), _optimizer_names(config.optim)
-    kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
-    # A checkpoint without moments and without steps has only weights, which were imported from
-    # another format. Any optimizer can start from these weights.
-    if saved == wanted or not (kept or manifest["state"]["steps"]):
-        return []
-    there, here = (", ".join(names) or "nothing" for names in (kept, state_names(config.optim)))
-    fix = f"resume with --optim.name {saved}, or start over with --checkpoint.resume none"
-    return [
-        f"the checkpoint's optimizer is {saved}, which keeps {there}; this run has {wanted}, which keeps {here}: {fix}"
-    ]
-
-
-def _optimizer_names(optim: OptimConfig) -> str:
-    """Returns the optimizer's name, followed by --optim.groups if groups name an optimizer."""
-    own = "; ".join(f"{group.match}: name={group.name}" for group in optim.groups if group.name)
-    return f'{optim.name} --optim.groups "{own}"' if own else optim.name
-
-
-def resuming_flags(config: Config) -> list[str]:
-    """Returns flags that make a run resume from its own checkpoints.
-
-    Append them to the command line of the run. They take effect there, because the last value of a
-    repeated key is used.
-    """
-    return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]
-
-
-def resume_hint(config: Config, words: list[str] | None) -> str:
-    """Returns how to resume a run, for messages about its end.
-
-    Args:
-        config: the resolved configuration of the run.
-        words: the command that resumes, if it is not the run's own command. This is the case if a
-            Hugging Face folder defined the model, because then the run's command line has no flags
-            for the model, and the command that resumes reads the run's config.toml.
-    """
-    newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
-    if newest is None:
-        return "no checkpoint was saved yet (--checkpoint.every N saves while the run trains; SIGTERM saves before it ends)"
-    more = resuming_flags(config)
-    if words is not None:
-        return f"{shlex.join([*words, *more])} resumes from {newest}"
-    return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"

@@ -31,29 +31,27 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import CheckpointError, begin, plain
+from threed.checkpoint.compatibility import listed
+from threed.checkpoint.files import CheckpointError, begin, building_place, plain
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish, write_entry
 from threed.checkpoint.sections import Held, SavedFile, finite, held
-from threed.config import CheckpointConfig, Config
-from threed.core.atomic import building_place
-from threed.core.device import is_accelerator
+from threed.config import Config
+from threed.core.device import is_accelerator, rng_states, set_rng_states
 from threed.core.disk import ELSEWHERE, why
 from threed.distributed import collectives
 from threed.distributed.topology import Axis, Topology
 from threed.memory.pool import free_bytes
-from threed.zero.layout import Layout
+from threed.models.buffers import Buffers, bytes_of, dtype_name
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Record, read, states
 from threed.zero.snapshot import Room, Snapshot, copy_bytes
-from threed.zero.state import PREVIOUS, WEIGHT, State
+from threed.zero.state import Record, read, states_of
 
 ENTRIES_S = 600.0  # seconds that rank 0 waits for the entries of other ranks
 FAILURE_S = 20.0  # seconds that a save in progress may still take after the run has failed
@@ -379,6 +377,80 @@ class Save:
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 
+@dataclass
+class Extras:
+    """The buffers and random generators of an engine, as saved in checkpoints.
+
+    Attributes:
+        buffers: the buffers of the model.
+        topology: the parallel axes of the run, and this rank's position on them.
+        generators: whether the states of torch's generators are saved and restored, too.
+    """
+
+    buffers: Buffers
+    topology: Topology
+    generators: bool
+    _warned: set[str] = field(default_factory=set)
+
+    def rewinding(self) -> Callable[[], None]:
+        """Returns a function that restores the buffers and generators to their current state.
+
+        Use this method if the same forward runs twice and must have the same results: call
+        `rewinding` before the first run, and the returned function before the second run. Only
+        buffers that forwards change are restored.
+        """
+        states, values = rng_states(self.topology.device), self.buffers.changing()
+
+        def rewind() -> None:
+            set_rng_states(states, self.topology.device)
+            for place, value in values:
+                place.store(value)
+
+        return rewind
+
+    def _synchronize(self) -> None:
+        """Broadcasts the buffers that change in training from data rank 0. Collective.
+
+        Warns, once per name, of buffers that differ between tensor ranks, and of modules with a
+        state that is not saved.
+        """
+        self.buffers.agree()
+        fix = (
+            "make them equal, or register buffers that each rank can compute with persistent=False"
+        )
+        what = "buffers differ between tensor ranks, and the first one's are saved"
+        self._warn(what, self.buffers.different(), fix)
+        what = "the results of get_extra_state are not saved"
+        fix = "keep the values in buffers, or save them with the argument extra"
+        self._warn(what, self.buffers.extra_states(), fix)
+
+    def _warn(self, what: str, names: Sequence[str], fix: str) -> None:
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new and self.topology.data.index == self.topology.axis("tp").index == 0:
+            warnings.warn(f"{what}: {listed(new)}; {fix}", stacklevel=6)
+
+    def copied(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns the buffers and generator states that this rank saves. Collective.
+
+        Args:
+            any_copy: whether ranks other than data rank 0 save their replicas of buffers, too.
+
+        Returns:
+            (about, copies). `about` describes the buffers and generators for the manifest. `copies`
+            has a copy of each buffer and generator state, as a uint8 tensor [bytes] on the CPU, by
+            the name under which the file stores it.
+        """
+        self._synchronize()
+        owned = self.buffers.owned(any_copy)
+        states = rng_states(self.topology.device) if self.generators else {}
+        about = [[name, dtype_name(value), list(value.shape)] for name, value in owned.items()]
+        tensors = {f"buffer/{name}": bytes_of(value) for name, value in owned.items()}
+        tensors |= {f"generator/{name}": state for name, state in states.items()}
+        copies = {key: value.to("cpu", copy=True) for key, value in tensors.items()}
+        return {"buffers": about, "generators": list(states)}, copies
+
+
 class Saver:
     """Begins saves of an engine, one at a time.
 
@@ -447,7 +519,7 @@ class Saver:
 
     def _plan(self, *extras: Mapping[str, Any]) -> tuple[list[Held], SavedFile]:
         """Returns the sections of which this rank holds portions, and the file that it writes."""
-        sections = held(self.optimizer.layout, states(self.optimizer))
+        sections = held(self.optimizer.layout, states_of(self.optimizer))
         numbers = [(h, number) for h in sections if (number := h.number) is not None]
         return sections, SavedFile(file_of(self.topology.rank), numbers, *extras)
 
@@ -532,34 +604,3 @@ class Saver:
         counters |= {**optimizer.scaler.state(), **optimizer.bad.state()}
         about = {"config": self.config.model_dump(mode="json"), "topology": self.topology.sizes}
         return {"format": FORMAT, "version": VERSION, **about, "state": counters}
-
-
-def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:
-    """Returns an upper bound of the host memory of asynchronous saves per rank, in bytes.
-
-    Args:
-        config: the group `checkpoint` of the configuration.
-        layout: layout of this rank's parameters.
-        states: optimizer states of this rank.
-        gpu: whether the rank uses a GPU.
-    """
-    if not config.every or config.async_ is False:
-        return 0
-    written = (h.extents(h.numbers[0]) for h in held(layout, forecast_states(layout, states)))
-    return copy_bytes(chain.from_iterable(written), layout.policy, gpu)
-
-
-def forecast_states(layout: Layout, states: Sequence[State]) -> list[State]:
-    """Returns all states that a rank will save, to forecast memory before training.
-
-    These are `states`, the frozen parameters, and the previous weights if the run keeps previous
-    weights (schedule 2bw, delayed updates).
-
-    Args:
-        layout: layout of this rank's parameters.
-        states: optimizer states of this rank's trained parameters.
-    """
-    more = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
-    if layout.policy.versions > 1 or layout.policy.delayed:
-        more += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
-    return [*states, *more]

@@ -45,8 +45,7 @@ from torch import Tensor
 from threed.checkpoint.files import DTYPES, NAMES, NotFiniteError, is_finite, stream_tensors
 from threed.distributed.topology import Axis
 from threed.zero.layout import Group, Layout
-from threed.zero.records import Record
-from threed.zero.state import State
+from threed.zero.state import Record, State
 
 LEAST_BYTES = 2**26  # bytes of a portion per writer (rounded up), if enough ranks hold the portion
 

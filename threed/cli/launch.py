@@ -20,7 +20,7 @@ from pathlib import Path
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
-from threed.checkpoint.resuming import after_restart, candidates, compare, resume_hint
+from threed.checkpoint.run_folder import after_restart, candidates, refusals, resume_hint
 from threed.config import Config, ConfigError
 from threed.config.arguments import Options, format_problems, load
 from threed.config.checks import check_vocab
@@ -44,7 +44,7 @@ from threed.distributed.launcher import (
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.memory.io import SwapError
-from threed.models.token_module import ForwardError
+from threed.models.custom import ForwardError
 from threed.planner.forecast import Forecast, checkpoint_bytes
 from threed.reliability import recheck
 from threed.reliability.failure import LostContact, refuse
@@ -408,7 +408,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
         return [f"{where}; {native.did_you_mean(Path(resume)) or hint}"]
     for path in candidates(folder, resume):
         try:
-            return compare(native.read_manifest(path), config, data).refused
+            return refusals(native.read_manifest(path), config, data)
         except CheckpointError as error:
             if resume != "auto":
                 return [str(error)]

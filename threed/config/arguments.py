@@ -1,4 +1,4 @@
-"""Reads the command line and TOML files into a `Config`, and writes `--help` and TOML.
+"""Reads the command line and TOML files into a `Config`, and writes TOML.
 
     config, options = load(sys.argv[1:])                    # checks each key
     config, options = load(sys.argv[1:], world_size=8)      # also checks combinations of keys
@@ -7,55 +7,55 @@
 defaults, the preset or TOML file, and the flags. Each source overrides the previous ones. argparse
 splits the command line, a `_Draft` keeps every value with its source, and pydantic validates all
 values at once.
+
+The file may have topologies, tables with the values of keys for a run of N ranks:
+
+    [topology.8]
+    parallel.tp = 2
+    zero.stage = 1
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
 import re
 import shlex
-import shutil
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from threed.config import files
 from threed.config.checks import find_problems, find_unused
-from threed.config.files import PRESETS as PRESETS
-from threed.config.files import Topologies
+from threed.config.flags import PRESETS as PRESETS
+from threed.config.flags import Missing, add_flags, flag_of, help_text, preset_names
+from threed.config.groups import GROUPS as GROUPS
 from threed.config.groups import Config, ConfigError, key_name, python_name
 from threed.config.renames import Renames
 from threed.config.schema import (
-    BaseModel,
     ErrorDetails,
-    FieldInfo,
     ValidationError,
     reason,
     written,
 )
 from threed.config.suggestions import suggest
 from threed.config.topologies import choose_sizes
-from threed.config.values import MOST_RANKS, Takes
+from threed.config.values import MOST_RANKS
 from threed.core.messages import counted, did_you_mean
-from threed.core.parse import plain
+from threed.core.parse import ParseError, plain, read_toml
 from threed.core.source import find_model, names_model
 
-GROUPS: Mapping[str, type[BaseModel]] = {
-    name: info.annotation
-    for name, info in Config.model_fields.items()
-    if isinstance(info.annotation, type)
-}
 DEFAULTS = Config()
 # Sources of values in `_Draft.sources`. For a configuration file, the source is the file's path.
 PROGRAM, FLAG = "the program's defaults", ""
 _OWN = ("seq", "dropout", "tokenizer")  # keys that a folder of pretrained weights does not override
 Groups = Mapping[str, Mapping[str, Any]]
+# The keys that a topology may set: all keys of these groups, and `train.micro-batch`. None of
+# them changes the batches, the model or the optimizer, so a run may resume with another topology.
+TOPOLOGY_GROUPS = ("parallel", "zero", "recompute")
+Topologies = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _Draft:
         The old spelling of a renamed key sets the new key. A removed key is a problem. It is also a
         problem if one source has two spellings of a key with different values.
         """
-        given, now = _flag(group, key), self.renames.current(group, key, value)
+        given, now = flag_of(group, key), self.renames.current(group, key, value)
         if instead := self.renames.removed.get(given.removeprefix("--")):
             self.problems.append(f"{given}{_in(source)}: was removed; {instead}")
             return
@@ -244,9 +244,9 @@ class _Draft:
         parser = argparse.ArgumentParser(
             add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
-        _add_flags(parser, DEFAULTS, nargs="?")
+        add_flags(parser, DEFAULTS, nargs="?")
         for name in self.renames.old_keys:
-            missing = "" if name in self.renames.removed else _Missing("VALUE")
+            missing = "" if name in self.renames.removed else Missing("VALUE")
             parser.add_argument(f"--{name}", dest=name, nargs="?", const=missing)
         named = [_hyphenated(token) if token.startswith("--") else token for token in argv]
         found, rest = parser.parse_known_args(named)
@@ -294,19 +294,31 @@ class _Draft:
 
     def read_file(self, given: Mapping[str, Any], presets: Path | None) -> Path | None:
         """Sets the values of the preset or TOML file. Returns its path, or None."""
-        file = files.read(given.get("preset"), given.get("config"), presets)
-        self.problems += file.problems
-        self.complete, self.topologies, source = file.complete, file.topologies, str(file.path)
-        for group, keys in file.tables.items():
+        path, problem = _find_file(given.get("preset"), given.get("config"), presets)
+        if path is None:
+            self.problems += [problem] if problem else []
+            self.complete = not problem
+            return None
+        source, tables = str(path), dict[str, Any]()
+        try:
+            tables = read_toml(path)
+        except ParseError as error:
+            toml = path.suffix == ".toml"
+            fix = "correct it there" if toml else "only TOML is read; convert the file to TOML"
+            self.problems.append(str(ParseError(path, f"{error.reason}; {fix}")))
+            self.complete = False
+        self.topologies, problems = _read_topologies(tables.pop("topology", {}))
+        self.problems += [f"{source}: {text}" for text in problems]
+        for group, keys in tables.items():
             if isinstance(keys, dict):
                 self._put_table(source, group, keys)
             else:
                 self.problems.append(
                     f"{source}: {group} is outside any group; put it under one, such as [train]"
                 )
-        if file.path is not None and self.value("run", "name") is None:
-            self.put("run", "name", file.path.stem, source)
-        return file.path
+        if self.value("run", "name") is None:
+            self.put("run", "name", path.stem, source)
+        return path
 
     def _put_table(self, path: str, group: str, keys: Mapping[str, Any]) -> None:
         if not keys and python_name(group) not in GROUPS:
@@ -361,7 +373,7 @@ class _Draft:
             for detail in error.errors():
                 self._describe(detail)
         for place in self.sources:
-            if _flag(*place) in self.suspects:
+            if flag_of(*place) in self.suspects:
                 self.values.get(place[0], {}).pop(place[1], None)
         return Config.model_validate({group: keys for group, keys in self.values.items() if keys})
 
@@ -407,9 +419,9 @@ class _Draft:
         if detail["type"] == "extra_forbidden":
             for place, source in self.sources.items():
                 if place[0] == group and (not rest or place[1] == rest[0]):
-                    self._describe_unknown(_flag(*place).removeprefix("--"), source)
+                    self._describe_unknown(flag_of(*place).removeprefix("--"), source)
             return
-        flag, value = _flag(group, rest[0]), self.value(group, rest[0])
+        flag, value = flag_of(group, rest[0]), self.value(group, rest[0])
         self.suspects.add(flag)
         given = value if isinstance(value, str) else _toml_value(value)
         where = _in(self.sources[group, rest[0]])
@@ -427,7 +439,7 @@ class _Draft:
             rest: tokens that argparse did not recognize; values that it read as flags are removed.
         """
         following = dict(itertools.pairwise([*named, ""]))
-        for name in [name for name, value in given.items() if isinstance(value, _Missing)]:
+        for name in [name for name, value in given.items() if isinstance(value, Missing)]:
             flag, form = f"--{key_name(name)}", given.pop(name)
             problem, token = f"{flag}: its value is missing; write {flag} {form}", following[flag]
             if token in rest and not token.startswith("--"):
@@ -444,75 +456,81 @@ class _Draft:
         self.problems.append(f"--{name}{_in(source)}: no such {kind}{hint}; --help lists all")
 
 
-class _Missing(str):
-    """Marks a flag without a value. The text is the flag's placeholder in `--help`."""
+def _find_file(
+    preset: str | None, path: str | None, presets: Path | None
+) -> tuple[Path | None, str]:
+    """Returns the path of the file, or None if none is named or found; and a problem, or ""."""
+    if preset is not None and path is not None:
+        return None, "--preset and --config together: give one, and the differences as flags"
+    names = ", ".join(preset_names(presets)) or "none"
+    if path is not None:
+        problem = _file_problem(path, names)
+        return (None, f"--config {path}: {problem}") if problem else (Path(path).expanduser(), "")
+    if preset is None:
+        return None, ""
+    if presets is None or preset not in preset_names(presets):
+        return None, f"--preset {preset}: no such preset; there are {names}"
+    return presets / f"{preset}.toml", ""
+
+
+def _file_problem(path: str, names: str) -> str:
+    """Returns why a path is not a configuration file, or "".
+
+    Args:
+        path: the value of `--config`.
+        names: names of the presets, for the message.
+    """
+    file = Path(path).expanduser()
+    run = file / "config.toml"
+    if file.is_file():
+        return ""
+    if not path or not file.exists():
+        return f"no such file; presets are named with --preset ({names})"
+    if run.is_file():
+        return f"is a folder; did you mean {run}?"
+    if file.is_dir():
+        return "is a folder; give the path of a TOML file"
+    # A pipe can be read only once, but every rank reads the file.
+    return "is not a regular file; write the configuration to a TOML file, and give its path"
+
+
+def _read_topologies(tables: Any) -> tuple[Topologies, list[str]]:
+    """Checks the structure of all topologies of a file.
+
+    Args:
+        tables: the content of the table `topology`, as parsed.
+
+    Returns:
+        The valid topologies, {N: {group: {key: value}}}; and a list with a line for each invalid
+        topology. The values of keys are not checked.
+    """
+    if not isinstance(tables, dict):
+        return {}, ["topology is not a table; write [topology.8], for example"]
+    found = {ranks: _topology_problem(ranks, groups) for ranks, groups in tables.items()}
+    valid = {ranks: groups for ranks, groups in tables.items() if not found[ranks]}
+    return valid, [f"topology.{ranks}: {problem}" for ranks, problem in found.items() if problem]
+
+
+def _topology_problem(ranks: str, groups: Any) -> str:
+    """Returns why a topology is invalid, or "" if it is valid."""
+    if not (ranks.isdecimal() and ranks == str(int(ranks)) != "0" and isinstance(groups, dict)):
+        return "not a table for a number of ranks; write [topology.8], for example"
+    for group, keys in groups.items():
+        if not isinstance(keys, dict):
+            return f"{group} is outside any group; write group.key, such as parallel.tp"
+        for key in map(key_name, keys):
+            if group not in TOPOLOGY_GROUPS and (group, key) != ("train", "micro-batch"):
+                why = (
+                    f"{group}.{key} must not depend on the number of ranks; put it under [{group}]"
+                )
+                return f"{why} (a topology sets only {', '.join(TOPOLOGY_GROUPS)} and train.micro-batch)"
+    return ""
 
 
 def _hyphenated(token: str) -> str:
     name, equals, value = token.partition("=")
     # argparse treats a token with a space in its name as a value
     return token if " " in name else f"{key_name(name)}{equals}{value}"
-
-
-def _add_flags(
-    parser: argparse.ArgumentParser,
-    config: Config,
-    *,
-    nargs: str | None = None,
-    custom: bool = False,
-) -> None:
-    """Adds all flags to a parser, with their descriptions and their values in `config` as defaults.
-
-    Args:
-        parser: the parser to extend.
-        config: the configuration with the defaults to show.
-        nargs: "?" to accept flags without a value, so that a missing value can be reported.
-        custom: whether to omit the flags for presets and dry runs, which custom programs do not
-            have.
-    """
-
-    def add(place: Any, flag: str, form: str, text: str, **more: Any) -> None:
-        const = {} if nargs is None else {"nargs": nargs, "const": _Missing(form)}
-        place.add_argument(flag, metavar=form, help=text.replace("%", "%%"), **const, **more)
-
-    options = parser.add_argument_group("options")
-    bare: Any = {"action": "store_true"} if nargs is None else {"nargs": "?", "const": ""}
-    options.add_argument("--help", help="print this text and exit", **bare)
-    text = "start from a TOML file, such as the config.toml of a run"
-    add(options, "--config", "FILE.toml", text)
-    if not custom:
-        names = ", ".join(files.preset_names(PRESETS))
-        text = "start from a preset, with its topology for the number of ranks, if it has one"
-        add(options, "--preset", "NAME", f"{text}: {names}")
-        add(options, "--world-size", "N", f"ranks to assume in a dry run, at most {MOST_RANKS}")
-        add(options, "--gpu", "NAME", "GPUs to assume in a dry run: a100, h100, h200 or b200")
-        text = "check the configuration, print rank map, bytes and bubble, and exit"
-        options.add_argument("--dry-run", help=text, **bare)
-    for name, group in GROUPS.items():
-        section = parser.add_argument_group(name, group.__doc__)
-        for key, info in group.model_fields.items():
-            text = _description(info, getattr(getattr(config, name), key))
-            add(section, _flag(name, key), takes(info), text, dest=f"{name}.{key}")
-
-
-def _description(info: FieldInfo, value: Any) -> str:
-    """Returns the description of a key, with its default."""
-    text = str(info.description)
-    if value is not None:
-        return f"{text} (default {default_text(info, value)})"
-    return text if "if not set" in text else f"{text} (not set by default)"
-
-
-def default_text(info: FieldInfo, value: Any) -> str:
-    """Returns a default value as a user would write it: a time with its unit; "not set" for None.
-
-    Args:
-        info: the field of the key.
-        value: default value of the key.
-    """
-    if value is None:
-        return "not set"
-    return written(value) + "s" * (takes(info) == "TIME")
 
 
 def format_problems(problems: list[str]) -> str:
@@ -531,39 +549,6 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def help_text(
-    config: Config, prog: str, *, width: int | None = None, about: str = "", custom: bool = False
-) -> str:
-    """Returns the text of `--help`: every key by group, with its description and default.
-
-    Args:
-        config: the configuration with the defaults to show.
-        prog: program name in the usage line.
-        width: width in columns; by default the width of the terminal, at most 110.
-        about: description of the program.
-        custom: whether this is a custom program, which has no presets and no dry run.
-    """
-    width = width or min(110, shutil.get_terminal_size().columns)
-    start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
-    dry_run = "" if prog.startswith("threed plan") else "[--dry-run] "
-    options = f"[--preset NAME | --config FILE.toml] {dry_run}[--world-size N]"
-    options = "[--help] [--config FILE.toml]" if custom else options
-    usage = f"usage: {start}{prog} {options} [--group.key value …]"
-    formatter = functools.partial(argparse.HelpFormatter, max_help_position=34, width=width)
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, add_help=False, formatter_class=formatter
-    )
-    _add_flags(parser, config, custom=custom)
-    usage = textwrap.fill(usage, width, subsequent_indent="    ", break_on_hyphens=False)
-    unset = "The value none unsets a key that is not set by default."
-    parts = [usage, about.strip(), parser.format_help().strip("\n"), unset]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _flag(group: str, name: str) -> str:
-    return f"--{key_name(group)}.{key_name(name)}"
-
-
 def _in(source: str) -> str:
     return f" (in {source})" if source else ""
 
@@ -575,17 +560,3 @@ def _toml_value(value: Any) -> str:
     """
     text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
     return text.replace("\x7f", "\\u007f")
-
-
-def takes(info: FieldInfo | None) -> str:
-    """Returns the placeholder of a field's value in the help: `N`, `true|false`, `fp32|bf16|…`."""
-    found = [*(info.metadata if info else []), *_parts(info.annotation if info else None)]
-    marks = [part.text for part in found if isinstance(part, Takes)]
-    return marks[0] if marks else "|".join(part for part in found if isinstance(part, str))
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
-    parts = get_args(annotation)
-    yield from parts
-    for part in parts:
-        yield from _parts(part)

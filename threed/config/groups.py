@@ -14,12 +14,13 @@ the command line and in TOML, the value `none` unsets a key with this default.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from threed.config.base import ConfigError as ConfigError
 from threed.config.base import Group, Suggesting
 from threed.config.model import ModelConfig as ModelConfig
-from threed.config.schema import ConfigDict
+from threed.config.schema import BaseModel, ConfigDict
 from threed.config.schema import key_name as key_name
 from threed.config.schema import python_name as python_name
 from threed.config.values import (
@@ -375,3 +376,10 @@ class Config(Suggesting):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
+
+
+GROUPS: Mapping[str, type[BaseModel]] = {
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type)
+}

@@ -1,24 +1,19 @@
-"""Atomic files and folders: written under a temporary name, flushed to disk, then renamed.
+"""Atomic files: written under a temporary name, flushed to disk, then renamed.
 
 with building(path) as (scratch,):     # renames scratch to path if the block ends without error
     scratch.write_text(text)
-publish(building_place(path), path)    # renames a finished folder; replaces an older one
 folder, notice = cache_folder()        # a folder for files that later runs can reuse
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # values from fcntl.h and linux/fs.h
 
 
 def sync(path: Path) -> None:
@@ -28,12 +23,6 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes and flushes a small file in a folder that is not published yet."""
-    path.write_text(text, encoding="utf-8")
-    sync(path)
 
 
 @contextlib.contextmanager
@@ -56,47 +45,6 @@ def building(*finals: Path) -> Iterator[list[Path]]:
     finally:
         for path in scratch:
             path.unlink(missing_ok=True)
-
-
-def building_place(path: Path) -> Path:
-    """Returns the temporary path, next to `path`, at which the folder is built before `publish`."""
-    return path.with_name(path.name + ".tmp")
-
-
-def publish(building: Path, path: Path) -> None:
-    """Renames a finished folder to its final name; replaces an existing folder with that name.
-
-    The rename is flushed to disk. If the system can exchange two names atomically, `path` is a
-    complete folder at every moment, even while an existing folder is being replaced.
-
-    Args:
-        building: the finished folder.
-        path: the final name.
-
-    Raises:
-        OSError: if renaming fails.
-    """
-    sync(building)
-    if not path.exists():
-        building.rename(path)
-    elif _swap(building, path):
-        shutil.rmtree(building, ignore_errors=True)
-    else:
-        old = path.with_name(path.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-        building.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    sync(path.parent)
-
-
-def _swap(a: Path, b: Path) -> bool:
-    """Exchanges two names with Linux's renameat2(2); returns False if it is not supported."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None)
-    return (
-        call is not None
-        and call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-    )
 
 
 def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:

@@ -35,6 +35,15 @@ def _launched() -> float:
     return int(start) / os.sysconf("SC_CLK_TCK") if start.isdecimal() else _uptime()
 
 
+def job_name() -> str | None:
+    """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
+
+    Checkpoints contain this id, so that a restarted job finds its own checkpoints.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
+
+
 def restarts() -> int:
     """Returns the number of times that torchrun has restarted this job; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

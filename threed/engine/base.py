@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.checkpoint import compatibility, native
-from threed.checkpoint.extras import Extras
-from threed.checkpoint.saving import Save, Saver
+from threed.checkpoint.saving import Extras, Save, Saver
 from threed.config import Config, ConfigError
 from threed.config.checks import find_batch_problems, find_refusals, find_size_problems
 from threed.distributed import collectives

@@ -23,7 +23,7 @@ from threed.distributed.sharding import few, point
 from threed.engine.base import Engine
 from threed.models import Model, Wrapped, wrap
 from threed.pipeline import activation_checkpointing, compiling
-from threed.zero import records, setup
+from threed.zero import setup
 from threed.zero.contributions import own_backward
 from threed.zero.hooks import ModuleGatherer
 from threed.zero.layout import Slot
@@ -31,6 +31,7 @@ from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reducer import OPEN
 from threed.zero.release import full_values
 from threed.zero.sinks import refuse_gradients
+from threed.zero.state import initialize
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
@@ -97,7 +98,7 @@ class ModuleEngine(Engine):
             self._undo.callback(refuse_gradients(slot).remove)
         values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
-        records.initialize(self.optimizer, values, again=False)
+        initialize(self.optimizer, values, again=False)
         self.model.initialized(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
 

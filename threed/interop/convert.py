@@ -17,7 +17,7 @@ from typing import Any
 
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import candidates
+from threed.checkpoint.run_folder import candidates
 from threed.core.source import names_model
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
 from threed.data.tokenizer_files import TokenizerFiles, find_files, folder_files

@@ -25,7 +25,7 @@ from threed.interop.safetensors_folder import (
     is_safetensors_folder,
     read_settings,
 )
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 Shape = tuple[int, ...]
 _TITLES = {

@@ -21,7 +21,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.manifest import MANIFEST
 from threed.checkpoint.reading import Reader
-from threed.checkpoint.resuming import candidates
+from threed.checkpoint.run_folder import candidates
 from threed.config import Config, ConfigError
 from threed.config.checks import find_problems
 from threed.config.resolution import resolve
@@ -36,7 +36,7 @@ from threed.interop.safetensors_folder import (
     read_settings,
 )
 from threed.layers import Slicing
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 Build = Callable[..., Any]
 LATEST = "latest"  # file of `DeepSpeedEngine.save_checkpoint` with the tag of the newest checkpoint

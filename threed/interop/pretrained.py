@@ -20,7 +20,7 @@ from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST, read_manifest
-from threed.checkpoint.resuming import spelled_as
+from threed.checkpoint.run_folder import spelled_as
 from threed.config import Config, ConfigError, ModelConfig
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder

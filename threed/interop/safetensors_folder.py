@@ -19,18 +19,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from threed.checkpoint import native
-from threed.checkpoint.files import EXPORTED, CheckpointError, new_folder, reading
+from threed.checkpoint.files import (
+    EXPORTED,
+    CheckpointError,
+    new_folder,
+    publish,
+    reading,
+    write_text,
+)
 from threed.checkpoint.finite import Tally
 from threed.checkpoint.lazy_tensors import LazyTensor, MemoryTensor
 from threed.checkpoint.reading import Reader
 from threed.config import Config, ConfigError
 from threed.config.arguments import to_toml
 from threed.config.groups import python_name
-from threed.core.atomic import publish, write_text
 from threed.core.parse import ParseError, read_json, read_toml
 from threed.interop.huggingface.export import SHARD_BYTES, dtype_of, write_weights
 from threed.interop.huggingface.folder import CONFIG, INDEX, SINGLE, has_weights
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 SETTINGS = "config.toml"
 

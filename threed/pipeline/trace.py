@@ -32,7 +32,7 @@ from threed.distributed.sharding import dtype_of
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Flag, MicroBatch, Tally
-from threed.models.token_module import ForwardError
+from threed.models.custom import ForwardError
 from threed.ops import attention, attention_costs, grouped
 from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul

@@ -97,6 +97,7 @@ class Forecast:
         stages: the stages on the meta device, for the forecast of other lengths of sequences.
         note: empty if `ranks` includes the memory of activations; otherwise the reason why this
             memory is not known.
+        asynchronous: whether the steps of the schedule overlap.
     """
 
     config: Config
@@ -117,6 +118,7 @@ class Forecast:
     device: str | None = None
     memory: int | None = None
     note: str = ""
+    asynchronous: bool = False
     time: StepTime | None = None
     unmodelled: Sequence[str] = ()
     assumed: Specification | None = None
@@ -205,6 +207,7 @@ class Forecast:
             step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
             measured_s=timeline.makespan if division and not unsharded_times else None,
             device=gpu, memory=memory_bytes(default_device()), note=columns[0].note, time=time,
+            asynchronous=registry.is_asynchronous(p.schedule),
             unmodelled=missing if rates else (), stages=stages,
         )  # fmt: skip
 
@@ -355,7 +358,7 @@ class Forecast:
         lines = [
             f"model      {self.model}, {self._parameters_text()}, {c.precision.dtype}",
             f"states     {self.states}{_ways_text(c, self.ways)}",
-            f"versions   {_VERSIONS}" if registry.is_asynchronous(c.parallel.schedule) else "",
+            f"versions   {_VERSIONS}" if self.asynchronous else "",
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {batches} per data rank",
             f"time       {self._time_text(self.seconds)}" if self.seconds else "",

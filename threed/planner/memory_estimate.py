@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from threed.checkpoint.copies import memory_bytes
-from threed.checkpoint.saving import save_bytes
-from threed.config import Config, ConfigError
+from threed.checkpoint.sections import held
+from threed.config import CheckpointConfig, Config, ConfigError
 from threed.core.device import peak_bytes, reset_peak
 from threed.distributed import collectives
 from threed.distributed.codecs import EXACT
@@ -45,7 +45,8 @@ from threed.schedules.action import COMPUTE
 from threed.zero import setup
 from threed.zero.layout import Group, Layout
 from threed.zero.optimistic import copied_bytes
-from threed.zero.state import State, holdings, new_state, storages
+from threed.zero.snapshot import copy_bytes
+from threed.zero.state import State, forecast_states, holdings, new_state, storages
 
 # Number of messages to other stages that are in flight at the same time.
 MESSAGES = 2
@@ -210,6 +211,22 @@ def _state_bytes(blueprint: Blueprint, states: Sequence[State]) -> dict[str, int
         sizes["offloaded"] += saving + copies
         return sizes
     return sizes | {kind: size for kind, size in (("saving", saving), ("copies", copies)) if size}
+
+
+def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:
+    """Returns an upper bound of the host memory of asynchronous saves per rank, in bytes.
+
+    Args:
+        config: the group `checkpoint` of the configuration.
+        layout: layout of this rank's parameters.
+        states: optimizer states of this rank.
+        gpu: whether the rank uses a GPU.
+    """
+    if not config.every or config.async_ is False:
+        return 0
+    sections = held(layout, forecast_states(layout, states))
+    written = itertools.chain.from_iterable(h.extents(h.numbers[0]) for h in sections)
+    return copy_bytes(written, layout.policy, gpu)
 
 
 def footprint(

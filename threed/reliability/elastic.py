@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threed.checkpoint import native, resuming
+from threed.checkpoint import native
 from threed.checkpoint.copies import Copy, Neighbor, Plan
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.loading_copies import Found, load_copy, look
@@ -37,16 +37,21 @@ from threed.checkpoint.node_memory import (
     base,
     too_small,
 )
-from threed.checkpoint.resuming import after_restart, candidates
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.run_folder import (
+    Retention,
+    after_restart,
+    candidates,
+    model_differences,
+    optimizer_differences,
+)
 from threed.core.disk import why
 from threed.core.messages import counted
 from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.zero.records import records
 from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
+from threed.zero.state import records
 from threed.zero.step_metrics import BadStepsError
 
 T = TypeVar("T")
@@ -144,8 +149,8 @@ class Memory:
         if found.problem:
             raise CheckpointError(f"step {found.step} is incomplete in memory: {found.problem}")
         engine = self.engine
-        differences = resuming.model_differences(found.manifest, engine.config)
-        differences += resuming.optimizer_differences(found.manifest, engine.config)
+        differences = model_differences(found.manifest, engine.config)
+        differences += optimizer_differences(found.manifest, engine.config)
         # A difference is an error, as for checkpoints. If the run started from scratch instead, it
         # would delete the copy.
         if differences:

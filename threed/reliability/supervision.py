@@ -27,7 +27,7 @@ from threed.core.disk import is_unwritable
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.memory.io import SwapError
-from threed.models.token_module import ForwardError
+from threed.models.custom import ForwardError
 from threed.reliability import failure
 from threed.reliability.failure import LostContact
 from threed.reliability.heartbeat import Heartbeat, when, who

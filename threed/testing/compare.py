@@ -21,8 +21,8 @@ from threed.checkpoint import native
 from threed.distributed import collectives
 from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
-from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
 from threed.zero.setup import state_names
+from threed.zero.state import PREVIOUS, WEIGHT, Record, read, records
 
 # A box (block) of a tensor: (start per dimension, size per dimension).
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -23,7 +23,7 @@ from threed.layers import Slicing
 from threed.testing.compare import KEPT, Finding, Results, max_difference
 from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 # The maximum number of parameters or buffers that are reported for one kind of difference.
 MOST = 8

@@ -34,7 +34,7 @@ from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
 from threed.layers.contract import contract
 from threed.models.buffers import find
-from threed.models.token_module import ForwardError
+from threed.models.custom import ForwardError
 from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, agree, differences, results_of
 from threed.testing.diagnose import About, Layers, Seen

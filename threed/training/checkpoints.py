@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import job_name
-from threed.checkpoint.retention import Retention
+from threed.checkpoint.run_folder import Retention
 from threed.checkpoint.saving import Save
+from threed.core import process
 from threed.engine import StepMetrics
 from threed.reliability import heartbeat
 from threed.reliability.elastic import Memory
@@ -140,7 +140,7 @@ class Checkpoints(Callback):
         run, text = self.run, self.run.data.tokenizer
         tokenizer = {"tokenizer": text.files, "fingerprint": text.fingerprint, "eot": text.eot}
         origin = {"data_sha256": run.data.sha256, "hf": run.start.extra.get("hf")}
-        job = {"wandb": run.monitor.run_id, "job": job_name(), "tokens": run.tokens}
+        job = {"wandb": run.monitor.run_id, "job": process.job_name(), "tokens": run.tokens}
         return {**tokenizer, **origin, **job}
 
     @cached_property

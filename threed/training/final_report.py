@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from threed.checkpoint.resuming import resuming_flags
+from threed.checkpoint.run_folder import resuming_flags
 from threed.core.disk import why
 from threed.core.messages import counted
 from threed.core.packages import MissingPackageError
@@ -18,7 +18,7 @@ from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface.export import export_hf
-from threed.models.token_module import ForwardError
+from threed.models.custom import ForwardError
 from threed.monitor import figures
 from threed.planner.forecast import Forecast
 from threed.schedules import Plan, svg

@@ -30,8 +30,7 @@ from threed.memory import pool
 from threed.memory.tiers import OnDrive
 from threed.zero.layout import Policy
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Record
-from threed.zero.state import PREVIOUS, State
+from threed.zero.state import PREVIOUS, Record, State
 
 LINE = 4096  # bytes; direct I/O requires this alignment of buffers
 

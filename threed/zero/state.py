@@ -4,6 +4,12 @@
     reads = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(reads):     buffers: name of a part -> its staged buffer
         weight = buffers["weight"].wait()             [n]
+    for record, values in read(optimizer, records(optimizer)):
+        values                                        [*record.piece.size]
+
+A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
+tensors of the update rule (moments). Each part is a flat tensor [n], which contains pieces (boxes)
+of several global tensors, one after the other (`Piece`). A `Record` is one piece in one part.
 
 While the caller uses one state, the next state is read in the background.
 """
@@ -12,8 +18,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +95,57 @@ class State:
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
         return found
+
+    def records(self, parts: Sequence[str] | None = None) -> Iterator[Record]:
+        """Yields the records of the state, in buffer order: for each piece, one record per part.
+
+        Args:
+            parts: names of the parts to include; by default all parts.
+        """
+        wanted = [part for part in self.storages if parts is None or part in parts]
+        for run in self.bucket.runs():
+            for piece in run.pieces():
+                yield from (Record(part, piece, self) for part in wanted)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A piece of a global tensor in one part of a state.
+
+    Attributes:
+        part: name of the part: "weight", or the name of a tensor of the update rule.
+        piece: the piece; `piece.offset` is its position in the part's flat tensor, in elements.
+        state: the state that contains the part.
+        owned: whether this rank saves the piece. If several ranks hold replicas of the piece, only
+            one of them saves it.
+        dtype: dtype of the part.
+        nbytes: bytes of the piece.
+    """
+
+    part: str
+    piece: Piece
+    state: State
+
+    @property
+    def owned(self) -> bool:
+        return self.state.bucket.group.owned
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.state.storages[self.part].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.numel * self.dtype.itemsize
+
+    def of(self, slice_: Tensor) -> Tensor:
+        """Returns the values of the piece, [*piece.size], as a view of the part's tensor.
+
+        Args:
+            slice_: flat tensor of the part, [n].
+        """
+        piece = self.piece
+        return slice_[piece.offset : piece.offset + piece.numel].view(piece.size)
 
 
 class Consistency:
@@ -186,6 +245,106 @@ def fetched_in_turn(
             drop_all(buffers)
 
 
+class HoldsStates(Protocol):
+    """The part of `Optimizer` that the functions below use."""
+
+    layout: Layout
+    states: list[State]
+    frozen: list[State]
+    earlier: list[State]
+    consistency: Consistency
+
+    def wait(self) -> None: ...
+
+    def staged(
+        self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
+    ) -> AbstractContextManager[dict[str, Tensor]]: ...
+
+    def overwriting(self, everything: bool) -> AbstractContextManager[None]: ...
+
+
+def states_of(optimizer: HoldsStates) -> list[State]:
+    """Returns all states of this rank: the optimizer's `states`, `frozen` and `earlier`."""
+    return [*optimizer.states, *optimizer.frozen, *optimizer.earlier]
+
+
+def records(optimizer: HoldsStates, parts: Sequence[str] | None = None) -> Iterator[Record]:
+    """Yields the records of all states of this rank, in buffer order; see `State.records`."""
+    for state in states_of(optimizer):
+        yield from state.records(parts)
+
+
+def read(optimizer: HoldsStates, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
+    """Waits for the last update, and yields each record with the values of its piece, [*piece.size].
+
+    The values are views of the states' buffers, and are only valid until the next iteration.
+
+    Args:
+        optimizer: the optimizer that holds the states.
+        wanted: the records to read. Records of the same state must be consecutive.
+    """
+    optimizer.wait()
+    by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda one: one.state)]
+    fetched = (
+        (state, state.fetch(dict.fromkeys(record.part for record in some)))
+        for state, some in by_state
+    )
+    for (_, buffers), (_, some) in zip(fetched_in_turn(fetched), by_state, strict=True):
+        try:
+            for record in some:
+                yield record, record.of(buffers[record.part].wait())
+        finally:
+            drop_all(buffers)
+
+
+def fill(
+    optimizer: HoldsStates,
+    write: Callable[[str, Piece, Tensor], None],
+    parts: Sequence[str] | None = None,
+) -> None:
+    """Sets the values of this rank's pieces of all states, and gathers the parameters. Collective.
+
+    If there are two versions of the parameters (2BW) and `parts` is given, the previous version
+    becomes a copy of the newest version.
+
+    Args:
+        optimizer: the optimizer that holds the states.
+        write: `write(part, piece, out)` is called for every piece of every part, and writes the
+            values to `out` [*piece.size].
+        parts: names of the parts to set; by default all parts.
+    """
+    late = parts is None and optimizer.layout.policy.delayed
+    with optimizer.overwriting(everything=parts is None):
+        for state in states_of(optimizer):
+            wanted = [part for part in state.storages if parts is None or part in parts]
+            publish = not (late and state.bucket.group.key.trainable)
+            with optimizer.staged(state, wanted, write=True, publish=publish) as values:
+                for record in state.records(parts):
+                    write(record.part, record.piece, record.of(values[record.part]))
+
+
+def initialize(
+    optimizer: HoldsStates, initial: Initial, again: bool, everything: bool = False
+) -> None:
+    """Sets the weights to their initial values. Collective.
+
+    Args:
+        optimizer: the optimizer that holds the states.
+        initial: function from a piece to its initial values.
+        again: whether to keep `initial` after this call, so that it can compute the initial weights
+            again after a failed load.
+        everything: whether to set all parts other than weights to 0, as in a new optimizer. If
+            False, these parts are left unchanged.
+    """
+
+    def write(part: str, piece: Piece, out: Tensor) -> None:
+        out.copy_(initial(piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
+
+    fill(optimizer, write, None if everything else (WEIGHT,))
+    if again:
+        optimizer.consistency.mark_initialized(initial)
+
+
 def drop_all(buffers: dict[str, StagedBuffer]) -> None:
     """Releases the buffers without writing their values, and empties the dict."""
     while buffers:
@@ -231,6 +390,22 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
     for storage in early_storages(state) if policy.early else ():
         storage.double()
     return state
+
+
+def forecast_states(layout: Layout, states: Sequence[State]) -> list[State]:
+    """Returns all states that a rank will save, to forecast memory before training.
+
+    These are `states`, the frozen parameters, and the previous weights if the run keeps previous
+    weights (schedule 2bw, delayed updates).
+
+    Args:
+        layout: layout of this rank's parameters.
+        states: optimizer states of this rank's trained parameters.
+    """
+    more = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
+    if layout.policy.versions > 1 or layout.policy.delayed:
+        more += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
+    return [*states, *more]
 
 
 def early_storages(state: State) -> list[OnDrive]:

@@ -47,7 +47,7 @@ from threed.core.messages import counted
 from threed.core.parse import ParseError, read_file
 from threed.interop.huggingface.folder import DTYPES, Header, HFTensors
 from threed.interop.pickles.pickle_reader import PickledObject, PickleReader, as_written_by, number
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES_FILE = re.compile(

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.files import CheckpointError, building_place
 from threed.checkpoint.manifest import MANIFEST
-from threed.core.atomic import building, building_place
+from threed.core.atomic import building
 from threed.distributed import collectives
 from threed.interop.deepspeed.api import zero_to_fp32
 from threed.interop.deepspeed.names import not_offered

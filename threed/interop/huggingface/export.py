@@ -24,13 +24,19 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, cut, new_folder, stream_tensors
+from threed.checkpoint.files import (
+    CheckpointError,
+    cut,
+    new_folder,
+    publish,
+    stream_tensors,
+    write_text,
+)
 from threed.checkpoint.finite import Tally, narrowed
 from threed.checkpoint.lazy_tensors import LazyTensor, TensorSource, read_all, read_slabs
 from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.config.resolution import resolve_model
-from threed.core.atomic import publish, write_text
 from threed.data.tokenizer import Tokenizer
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.layouts import (
@@ -42,7 +48,7 @@ from threed.interop.huggingface.layouts import (
     too_large,
 )
 from threed.ops.precision import DTYPES
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 SHARD_BYTES = 5_000_000_000
 

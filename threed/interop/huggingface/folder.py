@@ -40,7 +40,7 @@ from threed.interop.huggingface.layouts import (
     too_large,
     unequal,
 )
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 ADAPTER = "adapter_config.json"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -27,7 +27,7 @@ from threed.checkpoint.sections import Held, SavedFile, Section
 from threed.config import Config, DataConfig, ModelConfig, OptimConfig
 from threed.distributed.grid import Grid
 from threed.interop.huggingface.export import dtype_of
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 Spec = tuple[torch.dtype, tuple[int, ...]]  # (dtype in the written file, shape) of a tensor
 Part = tuple[str, str]  # ("weight", "exp_avg" or "exp_avg_sq"; name of the parameter)

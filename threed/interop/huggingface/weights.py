@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint import compatibility, finite
-from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain, reading
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import read_box
-from threed.checkpoint.resuming import spelled_as
+from threed.checkpoint.run_folder import spelled_as
+from threed.checkpoint.saving import Extras
 from threed.config import Config, DataConfig, ModelConfig
 from threed.config.resolution import resolve_model
 from threed.data.tokenizer_files import folder_files
@@ -30,7 +30,7 @@ from threed.interop.huggingface.folder_record import GENERATION, record_of
 from threed.interop.huggingface.native_writer import FILE_BYTES, write_tensors
 from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import WEIGHT, fill_in_place, records
+from threed.zero.state import WEIGHT, fill, records
 
 # Model keys that a run may choose; the folder determines all other keys.
 FREE = ("seq", "dropout", "mtp_loss")
@@ -108,7 +108,7 @@ def load_hf(
 
     restore = finite.Restore(folder, here.trained)
     with optimizer.consistency.changing():
-        fill_in_place(optimizer, restore)
+        fill(optimizer, restore)
         problems = [f"{path}: {problem}" for problem in restore.problems]
         raise_together(problems, everyone, CheckpointError)
     optimizer.updates.zero_()

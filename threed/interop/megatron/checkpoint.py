@@ -33,7 +33,7 @@ from threed.interop.huggingface.layouts import entries, name_problems, native_sh
 from threed.interop.megatron.model_args import model_of
 from threed.interop.pickles.pickle_reader import PickledObject, PickleReader
 from threed.interop.pickles.torch_dist import DistFolder
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT
 
 WEIGHTS_ONLY = (
     "only weights are imported, because states of Megatron-LM's optimizers are not supported: a run starts at step 0"

@@ -17,9 +17,8 @@ from threed.interop.deepspeed.api.marks import ZeroParamStatus, mark, unmark
 from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.memory.mapped import region_of
-from threed.zero import records
 from threed.zero.layout import Slot
-from threed.zero.records import WEIGHT
+from threed.zero.state import WEIGHT, fill, read, records
 
 # name of an optimizer's state in DeepSpeed -> its further name in threed
 _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "momentum_buffer")}
@@ -227,10 +226,10 @@ def _read(param: nn.Parameter, parts: tuple[str, ...]) -> Tensor | None:
     if engine is None:
         return None
     slot, part = _find(engine, param, parts)
-    wanted = [one for one in records.records(engine.optimizer, (part,)) if _is_of(slot, one.piece)]
+    wanted = [one for one in records(engine.optimizer, (part,)) if _is_of(slot, one.piece)]
     dtype = torch.promote_types(torch.float32, slot.param.dtype)
     full = torch.zeros(slot.shape, dtype=dtype, device=engine.topology.device)
-    for record, values in records.read(engine.optimizer, [one for one in wanted if one.owned]):
+    for record, values in read(engine.optimizer, [one for one in wanted if one.owned]):
         full[_box(record.piece)] = values.to(full.device, dtype)
     # Each element has one owner, so the sum over the ranks is exact.
     return collectives.all_reduce(full, engine.topology.axis("world"))
@@ -250,7 +249,7 @@ def _write(param: nn.Parameter, parts: tuple[str, ...], value: Tensor) -> None:
         if _is_of(slot, piece):
             out.copy_(value[_box(piece)])
 
-    records.fill_in_place(engine.optimizer, write, (part,))
+    fill(engine.optimizer, write, (part,))
 
 
 def _find(engine: ModuleEngine, param: nn.Parameter, parts: tuple[str, ...]) -> tuple[Slot, str]:

@@ -1,23 +1,27 @@
-"""Any `nn.Module` that reads token ids, as a model for text: `threed train FILE.py:MODULE`.
+"""Builds the model that a configuration names: a decoder, or a custom model (FILE.py:NAME).
 
-    model = TokenModule(module, vocab=260)
+    model = build(config.model, slicing)
 
-The module's forward returns the loss, or logits from which the loss is computed.
+A custom model consists of pipeline layers, or is any `nn.Module` that reads token ids
+(`TokenModule`). The module's forward returns the loss, or logits from which the loss is computed.
 """
 
 from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from threed.core.source import place_of
-from threed.layers.slicing import MicroBatch
+from threed.config import ConfigError, ModelConfig
+from threed.core.source import MODEL, count_arguments, find_model, names_model, place_of
+from threed.layers.slicing import MicroBatch, Slicing
+from threed.models.decoder import Decoder
+from threed.models.interface import Model, is_layered
 from threed.models.loss_items import count_items, shifts_labels
 from threed.models.wrapped import Wrapped, item_of, loss_of
 from threed.ops.positions import IGNORED
@@ -32,6 +36,91 @@ OTHER_INPUTS = (
     "Train a module with other inputs or another loss in a program: threed.Engine(module, ...) passes the tensors of a"
     " batch to its forward (docs/guide/zero.md)"
 )
+
+
+def build(
+    config: ModelConfig, slicing: Slicing, custom: Callable[..., object] | None = None
+) -> Model:
+    """Returns the model that `config.arch` names: a decoder, or a custom model (FILE.py:NAME).
+
+    Args:
+        config: the model configuration.
+        slicing: how layers are sharded over tensor ranks.
+        custom: the user's class or function that builds the model, for batches of tokens; by
+            default `config.arch` names it.
+
+    Raises:
+        ConfigError: if a custom model needs other arguments (see `call_custom`), or is neither a
+            model of pipeline layers nor an `nn.Module` that reads token ids.
+    """
+    name = config.arch if custom is None else getattr(custom, "__name__", type(custom).__name__)
+    if custom is None:
+        if not names_model(name):
+            return Decoder(config, slicing)
+        custom = find_model(name).found
+    model = call_custom(custom, config, slicing)
+    return for_tokens(model, config.vocab or 0, name)
+
+
+def call_custom(custom: Callable[..., object], config: ModelConfig, slicing: Slicing) -> object:
+    """Returns the object that the user's class or function builds.
+
+    Before the user's code runs, torch's random generator on the CPU is seeded with `slicing.seed`.
+    Afterwards the generator gets its previous state back.
+
+    Args:
+        custom: called with (config, slicing), (config) or (), depending on its parameters.
+        config: the configuration of the model.
+        slicing: how layers are sharded over tensor ranks.
+
+    Raises:
+        ConfigError: if `custom` needs other arguments.
+    """
+    try:
+        count = count_arguments(custom, MODEL)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(slicing.seed)
+        try:
+            return custom(*(config, slicing)[:count])
+        except Exception as error:
+            given = ", ".join(("config, a ModelConfig", "slicing, a Slicing")[:count])
+            if count:
+                error.add_note(
+                    f"threed called {getattr(custom, '__name__', custom)} with {given} (docs/guide/own_models.md): for"
+                    " other arguments, name a function without arguments that returns the module"
+                )
+            raise
+
+
+def for_tokens(model: object, vocab: int, name: str) -> Model:
+    """Returns a model that reads a batch of tokens and labels.
+
+    Args:
+        model: a model of pipeline layers, which is returned unchanged, or an `nn.Module`, which is
+            wrapped.
+        vocab: number of token ids in the data.
+        name: name of the class or function that returned the model, for messages.
+
+    Raises:
+        ConfigError: if `model` is neither a model of pipeline layers nor an `nn.Module`, or if the
+            module cannot be wrapped.
+    """
+    if is_layered(model):
+        return cast(Model, model)
+    if not isinstance(model, nn.Module) or inspect.ismethod(getattr(model, "layers", None)):
+        missing = [key for key in ("layers", "hidden", "slicing") if not hasattr(model, key)]
+        lacks = f" without `{'`, `'.join(missing)}`" if missing else ""
+        fix = (
+            "return an object with `layers()`, `hidden` and `slicing`, or an nn.Module that reads token ids"
+            " (docs/guide/own_models.md)"
+        )
+        raise ConfigError([f"{name} returned a {type(model).__name__}{lacks}: {fix}"])
+    try:
+        return TokenModule(model, vocab, type(model).__name__)
+    except ValueError as error:
+        raise ConfigError([f"{name}: {error}"]) from None
 
 
 class ForwardError(ValueError):
