@@ -54,8 +54,8 @@ def command(ranks: int, script: str, *flags: str) -> list[str]:
     return [*launcher, str(ROOT / "pretrain" / script), *flags]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """An environment without keys, with a cache of its own."""
+def environment(folder: Path, draws: bool = False) -> dict[str, str]:
+    """An environment without keys, with a cache of its own; `draws`: of programs that draw figures."""
     kept = {
         key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "THREED"))
     }
@@ -64,12 +64,13 @@ def environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "THREED_CACHE": str(folder / "cache"),
         "PYTHONPATH": str(ROOT),
+        **({} if draws else {programs.NO_FIGURES: "1"}),
     }
 
 
 def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, as a user does."""
-    return programs.run(command(ranks, script, *flags), folder, environment(folder))
+    return programs.run(command(ranks, script, *flags), folder, environment(folder, draws=True))
 
 
 def again(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
