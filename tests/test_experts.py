@@ -66,8 +66,8 @@ def make(values: Values) -> Case | None:
 SPACE = Space(
     SETTINGS, make, cost=cost, shape=lambda case: (case.ep, case.cp, case.tp, case.pp > 1)
 )
-EVERYDAY = replace(SPACE, shape=lambda case: (case.ep, case.pp > 1, case.tp > 1))
-CHEAPEST = 3  # of the cheap ones of the first seeds, one with context ranks and experts
+EVERYDAY = replace(SPACE, shape=lambda case: (case.ep, case.cp > 1 and case.ep > 1))
+CHEAPEST = 30  # the cheapest of the first seeds
 
 
 def smallest_gap(cases: list[Case]) -> float:

@@ -53,7 +53,7 @@ CASES = [
     Case(model="mistral", tp=2, pp=2, dp=2, sequence=True, zero=3, schedule="zb-v", layers=6),
 ]  # fmt: skip
 # every model, every axis, and every kind of recomputation; the others run in the grid
-EVERYDAY = [CASES[number] for number in (0, 1, 4, 5, 6, 9, 11, 14)]
+EVERYDAY = [CASES[number] for number in (1, 5, 6, 9, 11, 14)]
 
 
 def batch(step: int, rows: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import pytest
 from tests.fault_runs import FOUR, SLICED, STEPS, TWO, Case, Truth, params, repeat, run
 
 ASYNCHRONOUS = (*TWO, "--parallel.schedule", "2bw")
-HANG_S = 6
+HANG_S = 4
 PREEMPTED = r"preempted by {} after step \d+, which is saved; the same command resumes from runs/tiny/checkpoints/step-\d+"
 
 
