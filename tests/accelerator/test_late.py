@@ -181,7 +181,7 @@ def test_training_is_the_same(name: str) -> None:
     check(config_of(CASES[name]), range(1))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.grid), 3])
 def test_so_is_a_delayed_update(stage: int) -> None:
     case = Case(zero=stage, offload_optimizer="cpu", bucket_mib=0.03, dtype="bf16")
     check(config_of(case, delayed_update=True), range(1))

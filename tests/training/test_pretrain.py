@@ -154,7 +154,10 @@ def test_examples_have_help_and_train_nothing(folder: Path, script: Path) -> Non
 def test_flags_that_an_example_has_not_are_refused(folder: Path) -> None:
     """Once, whatever the number of ranks."""
     script = str(ROOT / "examples" / "custom_model.py")
-    done = run_script(2, [script, "--dry-run"], folder, environment(folder))
+    errors = folder / "0" / "error.json"  # else rank 1 waits five seconds for the message of rank 0
+    errors.parent.mkdir()
+    known = environment(folder) | {"TORCHELASTIC_ERROR_FILE": str(errors)}
+    done = run_script(2, [script, "--dry-run"], folder, known)
     assert done.returncode == 2
     problem = f"\n  - {script} has no --dry-run and no --world-size; `threed plan` has them"
     assert done.stderr.count(problem) == 1
