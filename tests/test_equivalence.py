@@ -58,7 +58,7 @@ SETTINGS: dict[str, list[object]] = {
     "pad": [0, 8],
 }
 PLAIN = ("pp", "dp", "tp", "model", "sequence", "zero", "schedule", "microbatches", "dropout")
-PAIRED = ("pp", "dp", "tp", "zero", "schedule")
+PAIRED = ("pp", "dp", "tp", "sequence", "zero", "schedule")
 CHUNKS = ("interleaved", "zb-v")
 BOTH_WAYS = ("chimera", "dualpipe", "dualpipev")  # need an even number of micro-batches
 SHAPES = [shape for shape in itertools.product(SIZES, SIZES, SIZES) if math.prod(shape) <= RANKS]

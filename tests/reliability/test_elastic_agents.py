@@ -93,7 +93,7 @@ class Agents:
     def start(self, name: str) -> None:
         hosts = "false" if self.known or self.store else "true"
         # A busy machine is late with its beats; whom others give up for that goes on beside them, as a job of its own.
-        beats = 6 if self.story.lost else 60
+        beats = 8 if self.story.lost else 60
         beating = f"join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={beats},is_host={hosts}"
         line = [
             "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc-per-node", str(self.story.ranks),
