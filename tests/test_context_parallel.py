@@ -65,8 +65,8 @@ SPACE = Space(
 
 
 # Six of seven schedules have stages, so without `pp` in the shape there are stages with rings and with heads too.
-EVERYDAY = replace(SPACE, shape=lambda case: (case.cp, case.cp_heads, case.tp))
-CHEAPEST = 0  # the cheapest of the first seeds
+EVERYDAY = replace(SPACE, shape=lambda case: (case.cp, case.cp_heads))
+CHEAPEST = 17  # the cheapest of the first seeds
 
 
 def test_every_setting_equals_one_process() -> None:
@@ -107,7 +107,7 @@ USERS = replace(
 
 
 def test_every_users_model_equals_plain_pytorch() -> None:
-    cases = USERS.touching(CHEAPEST)
+    cases = USERS.touching(0)
     for name, options in USERS.settings.items():
         assert {getattr(case, name) for case in cases} == set(options), name
     users.run_all(cases)

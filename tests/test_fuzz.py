@@ -11,14 +11,13 @@ import pytest
 
 from tests.fuzz import FURTHER, WELL, draw, outcome
 
-# The seeds give: 2bw with sequence parallelism; a layer that is used twice, with context parallelism and documents;
-# experts without expert ranks, with small buckets that differ between tensor ranks (a common queue of reductions
-# deadlocked); skipped and failed steps, batches of several sizes, and weights that are set between steps, then another
-# layout. In the grid: losses in middle layers with `zero.order` layer, then another layout; compiled blocks with
-# parameters on a drive; experts with context parallelism, then another layout; a delayed update with `zero.order` layer;
-# losses in middle layers with a random plan; experts with documents, then another layout; two further tokens predicted
-# with documents.
-SEEDS, MORE_SEEDS = (118, 160, 54068, 63288), (668, 17, 5, 772, 46, 377, 181)
+# The seeds give: a layer that is used twice, with context parallelism and documents; experts without expert ranks, with
+# small buckets that differ between tensor ranks (a common queue of reductions deadlocked); skipped and failed steps,
+# batches of several sizes, and weights that are set between steps, then another layout. In the grid: 2bw with sequence
+# parallelism; losses in middle layers with `zero.order` layer, then another layout; compiled blocks with parameters on a
+# drive; experts with context parallelism, then another layout; a delayed update with `zero.order` layer; losses in middle
+# layers with a random plan; experts with documents, then another layout; two further tokens predicted with documents.
+SEEDS, MORE_SEEDS = (160, 54068, 63288), (118, 668, 17, 5, 772, 46, 377, 181)
 
 
 def problems(seeds: range | tuple[int, ...], folder: Path) -> list[str]:

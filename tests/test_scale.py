@@ -26,7 +26,7 @@ from threed.layers import Slicing
 from threed.planner.forecast import Forecast
 
 PP, TP = 4, 1
-WORLDS = (64, 16_384)
+SMALL = 64
 
 
 def config_of(world: int, zero: int) -> Config:
@@ -74,16 +74,22 @@ def one_of(world: int, zero: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.grid), 3])
-def test_a_rank_of_16384_takes_what_a_rank_of_64_takes(zero: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "zero"),
+    [
+        (4096, 3),
+        *(pytest.param(16_384, zero, marks=pytest.mark.grid) for zero in (1, 3)),
+    ],
+)
+def test_a_rank_of_thousands_takes_what_a_rank_of_64_takes(world: int, zero: int) -> None:
     """Tensors take no more memory, except for the padding of slices.
 
     Python objects take two kilobytes per rank of the world: lists of ranks, the answers of an
     exchange of configurations, and the forecast's row of each rank.
     """
-    small, large = (run_ranks(1, one_of, world, zero)[0] for world in WORLDS)
+    small, large = (run_ranks(1, one_of, ranks, zero)[0] for ranks in (SMALL, world))
     print(small, large)
-    more = WORLDS[1] - WORLDS[0]
+    more = world - SMALL
     assert large["tensors"] <= small["tensors"] + 1024 * more
     assert large["python"] <= small["python"] + 2048 * more
     assert large["forecast_python"] <= small["forecast_python"] + 2048 * more

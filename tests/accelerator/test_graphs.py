@@ -79,7 +79,7 @@ def check(case: Case) -> Device:
     "case",
     [
         Case(),
-        Case(microbatches=1, zero=0, layers=1),
+        pytest.param(Case(microbatches=1, zero=0, layers=1), marks=pytest.mark.grid),
         Case(model="llama", dtype="bf16", microbatches=3, layers=1),
         Case(dropout=0.2, model="gpt-untied", layers=1),
         Case(model="llama-mtp", layers=1),
@@ -110,10 +110,10 @@ def captured(built: Any = None, steps: int = 5, **changes: Any) -> Pretend:
     "changes",
     [
         {},
-        {"model": "llama", "layers": 1},
+        pytest.param({"model": "llama", "layers": 1}, marks=pytest.mark.grid),
         {"model": "llama-mtp", "layers": 1},
         {"dropout": 0.1, "layers": 1},
-        {"zero": 0, "layers": 1},
+        pytest.param({"zero": 0, "layers": 1}, marks=pytest.mark.grid),
     ],
     ids=str,
 )

@@ -200,7 +200,7 @@ def peak_of_forecast(config: Config, plant: Plant = nothing) -> int:
         return Forecast.of(config, 8).ranks[0].bytes["peak"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.grid), 3])
 def test_the_forecast_has_the_memory_of_reductions_in_flight(stage: int) -> None:
     """It grows by as much as the peak does; and it is below the peak without a limit."""
     config = config_of(

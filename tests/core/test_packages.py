@@ -240,17 +240,22 @@ HEAVY = {
 }  # fmt: skip
 WATCHED = """
 import runpy, sys
-sys.argv = {words!r}
-try:
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-except SystemExit as end:
-    assert not end.code, end.code
+for name, words in {words!r}.items():
+    sys.argv = words
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, (name, end.code)
+    print("AFTER", name, *sorted({heavy!r} & {{name.partition(".")[0] for name in sys.modules}}))
 print("IMPORTED", *sorted({heavy!r} & {{name.partition(".")[0] for name in sys.modules}}))
 """
 
 
 def test_no_command_imports_a_heavy_package_that_it_does_not_use(tmp_path: Path) -> None:
-    """They are installed here. Collecting the tests of a GPU imports none either. torch's count of FLOPs imports triton."""
+    """They are installed here. Collecting the tests of a GPU imports none either. torch's count of FLOPs imports triton.
+
+    The commands run in turn in one process, which prints what is imported after each.
+    """
     module = ["threed"]
     words = {
         "train": [*module, "train", "gpt", "--help"],
@@ -264,8 +269,10 @@ def test_no_command_imports_a_heavy_package_that_it_does_not_use(tmp_path: Path)
     }  # fmt: skip
     stages = [f"benchmarks.gpu_stages.{stage.name}" for stage in gpu.STAGES]
     imports = ["threed", "threed.engine", "threed.trainer", "benchmarks.gpu", *stages]
+    tests = {"GPU tests": words.pop("GPU tests")}  # pytest replaces modules of this process
     commands = {
-        name: ["-c", WATCHED.format(words=given, heavy=HEAVY)] for name, given in words.items()
+        name: ["-c", WATCHED.format(words=given, heavy=HEAVY)]
+        for name, given in (("commands", words), ("tests", tests))
     }
     code = f"import sys; import {', '.join(imports)}"
     show = f"print('IMPORTED', *sorted({HEAVY!r} & {{n.partition('.')[0] for n in sys.modules}}))"
@@ -277,7 +284,8 @@ def test_no_command_imports_a_heavy_package_that_it_does_not_use(tmp_path: Path)
     assert imported.pop("one that does") == (0, "IMPORTED einops")
     allowed = {(0, "IMPORTED"), imported["torch"]}
     assert imported["torch"] in ((0, "IMPORTED"), (0, "IMPORTED triton"))
-    assert not {name: value for name, value in imported.items() if value not in allowed}
+    wrong = {name: found[name] for name, value in imported.items() if value not in allowed}
+    assert not wrong, wrong
 
 
 def test_the_wheels_of_the_gpu_benchmark_are_all_that_a_bare_machine_lacks() -> None:

@@ -144,7 +144,10 @@ def test_without_a_compiler_the_wheel_has_the_sources_and_fits_any_platform(tmp_
     assert "threed/core/native/lib/cpu.so" not in names
 
 
-def test_an_installed_package_plans_and_trains_by_preset(python: str, folder: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.grid)])
+def test_an_installed_package_plans_and_trains_by_preset(
+    ranks: int, python: str, folder: Path
+) -> None:
     at = run([python, "-c", "import threed; print(threed.__file__)"], folder).stdout.strip()
     assert not Path(at).is_relative_to(ROOT)
     plan = run(
@@ -152,12 +155,19 @@ def test_an_installed_package_plans_and_trains_by_preset(python: str, folder: Pa
     )
     assert plan.returncode == 0, plan.stderr
     assert "rank 7" in plan.stdout
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = f"-m threed train gpt --preset tiny --parallel.pp 2 {QUICK} {LESS}"
+    launcher = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    words = f"-m threed train gpt --preset tiny --parallel.pp {ranks} {QUICK} {LESS}"
     done = run([*launcher, *words.split()], folder, THREED_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step     2/2 |" in done.stdout
-    again = f"resume     torchrun --standalone --nproc-per-node 2 {words}"
+    again = f"resume     torchrun --standalone --nproc-per-node {ranks} {words}"
     assert again in done.stdout.splitlines()
     assert (folder / "runs" / "tiny" / "checkpoints" / "step-2" / "manifest.json").is_file()
 

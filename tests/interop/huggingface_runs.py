@@ -167,11 +167,44 @@ def main(train: Callable[[Path, str, str], None]) -> None:
         reset()
 
 
+# Runs commands in turn, in programs that are forked from this one.
+IN_TURN = """
+import json, subprocess, sys
+for words in json.loads(sys.argv[1]):
+    if code := subprocess.run([sys.executable, *words]).returncode:
+        sys.exit(code)
+"""
+
+
 def run(module: str, out: Path, mode: str, names: Iterable[str], ranks: int = 2) -> None:
     """Runs the cases of a module: "plain" on one process, and "threed" on `ranks` ranks."""
     (out / mode).mkdir(exist_ok=True)
+    _run(module, command(module, out, mode, names, ranks), importing=mode == "threed")
+
+
+def run_in_turn(module: str, *commands: tuple[Path, str, Iterable[str], int]) -> None:
+    """Runs several commands of a module, in programs that are forked after one import of the libraries.
+
+    The import takes more CPU time than most cases. So threed is also installed as deepspeed in the programs of "plain",
+    which do not use it.
+
+    Args:
+        module: name of the module.
+        commands: OUT, the mode, the names of the cases and the number of ranks of each command.
+    """
+    for out, mode, _, _ in commands:
+        (out / mode).mkdir(exist_ok=True)
+    words = [command(module, *about) for about in commands]
+    _run(module, ["-c", IN_TURN, json.dumps(words)], importing=True)
+
+
+def command(module: str, out: Path, mode: str, names: Iterable[str], ranks: int) -> list[str]:
+    """Returns the command line of cases, without the interpreter."""
     start = [] if mode == "plain" else [*RANKS, str(ranks)]
-    words = [*start, "-m", f"tests.interop.{module}", str(out), mode, *names]
+    return [*start, "-m", f"tests.interop.{module}", str(out), mode, *names]
+
+
+def _run(module: str, words: list[str], importing: bool) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # Imported in torchrun's process, so that ranks have the libraries when they are forked. The parent of all ranks
     # may have imported the libraries, for other tests, before threed is installed as deepspeed.
@@ -182,7 +215,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] in {LIBRARIE
 threed.install_as_deepspeed()
 import tests.interop.{module}
 """
-    done = programs.run(words, ROOT, env, timeout=800, first=first if mode == "threed" else "")
+    done = programs.run(words, ROOT, env, timeout=800, first=first if importing else "")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 

@@ -15,7 +15,13 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 from tests.interop.accelerate_runs import CASES
-from tests.interop.huggingface_runs import compare_logits, compare_numbers, run, save_models
+from tests.interop.huggingface_runs import (
+    compare_logits,
+    compare_numbers,
+    run,
+    run_in_turn,
+    save_models,
+)
 
 EVERYDAY = (
     "script-1-2", "script-3-2", "resumed-3", "dummies-3", "boundaries-3", "freed-3", "two-models",
@@ -26,8 +32,7 @@ ROUGH = {"bf16-2": (1e-3, 1e-2)}
 
 def train(out: Path, names: Iterable[str]) -> None:
     save_models(out)
-    for mode in ("plain", "threed"):
-        run("accelerate_runs", out, mode, names)
+    run_in_turn("accelerate_runs", (out, "plain", names, 1), (out, "threed", names, 2))
 
 
 @pytest.fixture(scope="module")

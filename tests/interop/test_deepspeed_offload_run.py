@@ -138,10 +138,13 @@ def program(places: list[Place], stage: int) -> list[tuple[list[float], dict[str
     return results
 
 
-def test_a_program_with_everything_in_it() -> None:
-    (losses, weights), *others = run_ranks(
-        2, program, [HOME, ("cpu", "cpu"), NVME, ("nvme", "none")], 3
-    )[0]
+@pytest.mark.parametrize(
+    "places",
+    [[NVME], pytest.param([("cpu", "cpu"), NVME, ("nvme", "none")], marks=pytest.mark.grid)],
+    ids=["drive", "all"],
+)
+def test_a_program_with_everything_in_it(places: list[Place]) -> None:
+    (losses, weights), *others = run_ranks(2, program, [HOME, *places], 3)[0]
     assert losses[-1] < losses[0]
     for other_losses, other_weights in others:
         assert other_losses == losses

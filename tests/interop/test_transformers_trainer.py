@@ -20,6 +20,7 @@ from tests.interop.huggingface_runs import (
     compare_logits,
     compare_numbers,
     run,
+    run_in_turn,
     save_models,
 )
 from tests.interop.trainer_runs import CASES
@@ -37,22 +38,19 @@ ROUGH = {"bf16": (1e-3, 1e-2), "fp16": (1e-3, 2e-3)}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All trainings: by plain PyTorch on one process, and by threed on two ranks."""
+    """All trainings: by plain PyTorch on one process, by threed on two ranks, and some on one rank."""
     out = tmp_path_factory.mktemp("trainer")
     save_models(out)
-    run("trainer_runs", out, "plain", (*EVERYDAY, *ON_ONE_RANK[1:]))
-    run("trainer_runs", out, "threed", EVERYDAY)
-    return out
-
-
-@pytest.fixture(scope="module")
-def runs_on_one_rank(runs: Path) -> Path:
-    """Further trainings by threed, together in one program, because its imports take seconds."""
-    out = runs / "on-one-rank"
-    (out / "threed").mkdir(parents=True)
+    one = out / "on-one-rank"
+    (one / "threed").mkdir(parents=True)
     for name in ("models", "plain", "threed/saves-3"):
-        (out / name).symlink_to(runs / name)
-    run("trainer_runs", out, "threed", ON_ONE_RANK, ranks=1)
+        (one / name).symlink_to(out / name)
+    run_in_turn(
+        "trainer_runs",
+        (out, "plain", (*EVERYDAY, *ON_ONE_RANK[1:]), 1),
+        (out, "threed", EVERYDAY, 2),
+        (one, "threed", ON_ONE_RANK, 1),
+    )
     return out
 
 
@@ -87,18 +85,18 @@ def test_a_training_has_the_numbers_of_one_process(runs: Path, name: str) -> Non
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Path, runs_on_one_rank: Path) -> None:
+def test_a_checkpoint_of_two_ranks_continues_on_one(runs: Path) -> None:
+    on_one_rank = runs / "on-one-rank"
     two, one = (
-        json.loads((out / "threed" / "resumed-3.json").read_text())
-        for out in (runs, runs_on_one_rank)
+        json.loads((out / "threed" / "resumed-3.json").read_text()) for out in (runs, on_one_rank)
     )
     assert len(one) == len(two)
-    compare(runs_on_one_rank, "resumed-3")
+    compare(on_one_rank, "resumed-3")
 
 
 @pytest.mark.slow
-def test_a_search_on_one_rank(runs_on_one_rank: Path) -> None:
-    compare(runs_on_one_rank, "search-3")
+def test_a_search_on_one_rank(runs: Path) -> None:
+    compare(runs / "on-one-rank", "search-3")
 
 
 @pytest.mark.grid

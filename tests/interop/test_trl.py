@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from tests.interop.huggingface_runs import compare_logits, compare_numbers, run
+from tests.interop.huggingface_runs import compare_logits, compare_numbers, run_in_turn
 from tests.interop.trl_runs import CASES, save_model
 
 EVERYDAY = (
@@ -24,8 +24,7 @@ EVERYDAY = (
 
 def train(out: Path, names: Iterable[str]) -> None:
     save_model(out)
-    for mode in ("plain", "threed"):
-        run("trl_runs", out, mode, names)
+    run_in_turn("trl_runs", (out, "plain", names, 1), (out, "threed", names, 2))
 
 
 @pytest.fixture(scope="module")

@@ -574,7 +574,7 @@ def check_every_layer(tp: int) -> None:
             raise
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.grid), 4])
 def test_layers_cut_over_ranks_are_their_twins(tp: int) -> None:
     run_ranks(tp, check_every_layer, tp)
 

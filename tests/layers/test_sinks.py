@@ -181,6 +181,11 @@ SPACE = Space(
 )
 
 
+# Ranks of tensors and stages occur, but not each together with each kind of context ranks.
+EVERYDAY = replace(SPACE, shape=lambda case: (case.cp, case.cp_heads))
+CHEAPEST = 8  # the cheapest of the first seeds
+
+
 def write_truths(cases: list[Case], folder: str) -> None:
     """Writes the results of one process."""
     for case in cases:
@@ -201,7 +206,7 @@ def run_all(cases: list[Case], folder: Path) -> None:
 
 
 def test_every_setting_equals_one_process(tmp_path: Path) -> None:
-    run_all(SPACE.touching(0), tmp_path)
+    run_all(EVERYDAY.touching(CHEAPEST), tmp_path)
 
 
 @pytest.mark.grid

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
@@ -125,8 +126,12 @@ def run_all(cases: list[Case]) -> None:
     assert not wrong, f"{len(wrong)} of {len(cases)} cases differ:\n" + "\n\n".join(wrong[:20])
 
 
+EVERYDAY = replace(SPACE, shape=lambda case: case.world)
+CHEAPEST = 4  # the cheapest of the first seeds
+
+
 def test_every_users_model_and_setting_equals_plain_pytorch() -> None:
-    cases = SPACE.touching(0)
+    cases = EVERYDAY.touching(CHEAPEST)
     for name, options in SETTINGS.items():
         assert {getattr(case, name) for case in cases} == set(options), name
     run_all(cases)

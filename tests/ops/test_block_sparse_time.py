@@ -20,7 +20,9 @@ EIGHTHS = {
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["64 positions", "128 positions"])
+@pytest.mark.parametrize(
+    "name", ["64 positions", pytest.param("128 positions", marks=pytest.mark.grid)]
+)
 def test_an_eighth_of_the_blocks_takes_at_most_three_tenths_of_the_time(name: str) -> None:
     """Forward and backward in turns; medians of CPU time, which other processes disturb little."""
     core = SparseAttention(EIGHTHS[name])

@@ -335,7 +335,7 @@ def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
         deadlock_check.check_rendezvous(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))))
     run_ranks(2, check_late, "gloo")
     with pytest.raises(RanksFailed, match=r"ranks still running: \[0, 1\]") as caught:
-        run_ranks(2, check_late, "rendezvous", timeout=3)
+        run_ranks(2, check_late, "rendezvous", timeout=2)
     assert all("in check_late" in caught.value.stacks[rank] for rank in range(2))
 
 

@@ -182,13 +182,13 @@ def check(cases: Sequence[tuple[Case, Way, int | None]]) -> None:
 
 
 def test_training_follows_the_rule() -> None:
-    check([*CASES[:5], CASES[6]])
+    check([CASES[number] for number in (0, 2, 3, 4, 6)])
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 def test_training_follows_the_rule_in_other_combinations() -> None:
-    check([CASES[5]])
+    check([CASES[1], CASES[5]])
     shapes = [
         (2, 1, 1),
         (4, 1, 1),

@@ -216,11 +216,12 @@ PLAIN = {name: values[0] for name, values in SETTINGS.items()} | {
 
 
 CHANGES: list[dict[str, Any]] = [
-    {"zero": 0}, {"zero": 2}, {"zero": 3, "tile": 2},
-    {"zero": 2, "places": ("cpu", "none"), "delayed": True}, {"zero": 3, "places": ("nvme", "nvme")},
-    {"zero": 1, "dtypes": ("fp32", None)},
+    {"zero": 3, "tile": 2}, {"zero": 2, "places": ("cpu", "none"), "delayed": True},
+    {"zero": 3, "places": ("nvme", "nvme")}, {"zero": 1, "dtypes": ("fp32", None)},
 ]  # fmt: skip
 OTHER_CHANGES: list[dict[str, Any]] = [
+    {"zero": 0},
+    {"zero": 2},
     {"zero": 1},
     {"zero": 3},
     {"zero": 3, "model": "frozen-middle"},

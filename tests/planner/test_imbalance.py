@@ -28,9 +28,14 @@ CASES: dict[str, tuple[int, list[dict[str, Any]]]] = {
             {"parallel": {"tp": 2}},
         ],
     ),
-    "4": (4, [{"parallel": {"pp": 2}, "zero": {"stage": 2}}]),
     "2, others": (2, [{}, {"recompute": {"mode": "full"}}]),
-    "4, others": (4, [{"parallel": {"cp": 2}, "zero": {"stage": 3}}]),
+    "4, others": (
+        4,
+        [
+            {"parallel": {"pp": 2}, "zero": {"stage": 2}},
+            {"parallel": {"cp": 2}, "zero": {"stage": 3}},
+        ],
+    ),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests.fault_runs import FOUR, SLICED, STEPS, TWO, Case, Truth, params, repeat, run
 
 ASYNCHRONOUS = (*TWO, "--parallel.schedule", "2bw")
-HANG_S = 6
+HANG_S = 4
 PREEMPTED = r"preempted by {} after step \d+, which is saved; the same command resumes from runs/tiny/checkpoints/step-\d+"
 
 
@@ -115,9 +115,9 @@ CASES = [
     asked("SIGUSR1", 0, at="save", step=4),
     asked("launcher-SIGTERM", 1, at="save", step=8),
     Case(
-        "time-limit", "rank=all step=1 at=step do=slow each=yes", PREEMPTED.format("train.time-limit 5 s"),
+        "time-limit", "rank=all step=1 at=step do=slow each=yes", PREEMPTED.format("train.time-limit 3 s"),
         saved=(0, 11),
-        flags=("--train.time-limit", "0:00:05"), rank_code=75, preempted=True, always=True,
+        flags=("--train.time-limit", "0:00:03"), rank_code=75, preempted=True, always=True,
     ),
     Case(
         "SIGTERM-twice", "rank=all step=6 at=forward do=SIGTERM-twice", "exitcode  : 143", rank_code=143,

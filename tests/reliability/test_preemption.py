@@ -111,8 +111,9 @@ def test_the_main_thread_sees_a_signal_although_no_thread_listens() -> None:
 def test_a_second_sigterm_ends_a_process_that_waits_in_c() -> None:
     program = """
 import ctypes, threading
-from threed.reliability.signals import Signals
-signals = Signals().__enter__()
+import threed.reliability.signals as module
+module.SAME_S = 0.5
+signals = module.Signals().__enter__()
 def listen():
     while True: signals.listen(1)
 threading.Thread(target=listen, daemon=True).start()
@@ -126,7 +127,7 @@ while True: ctypes.CDLL(None).sleep(300)
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
             child.send_signal(signal.SIGTERM)
-            time.sleep(3.5)
+            time.sleep(1.0)
             assert child.poll() is None
             child.send_signal(signal.SIGTERM)
             assert child.wait(60) == TERMINATED

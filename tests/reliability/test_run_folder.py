@@ -125,11 +125,11 @@ def test_an_owner_is_described_by_its_process_and_machine() -> None:
     assert str(Run("h7", 4711, None, 0)) == "process 4711 on h7"
 
 
-def contend(folder: Path) -> list[bool]:
+def contend(folder: Path, rounds: int) -> list[bool]:
     """Rounds in which all ranks want one folder at once, that of a run which ended: whether this rank had it."""
     everyone, had = topology_of(1, 1).axis("world"), []
     ownership.RENEW_S = 0.05
-    for turn in range(20):
+    for turn in range(rounds):
         place = folder / str(turn)
         if everyone.index == 0:
             os.utime(take(place, Run.here(None), 0.0), (0, 0))
@@ -144,8 +144,10 @@ def contend(folder: Path) -> list[bool]:
     return had
 
 
-def test_of_runs_that_start_at_once_one_has_the_folder(tmp_path: Path) -> None:
-    assert [sum(ranks) for ranks in zip(*run_ranks(4, contend, tmp_path), strict=True)] == [1] * 20
+@pytest.mark.parametrize("rounds", [8, pytest.param(40, marks=pytest.mark.grid)])
+def test_of_runs_that_start_at_once_one_has_the_folder(rounds: int, tmp_path: Path) -> None:
+    found = run_ranks(4, contend, tmp_path, rounds)
+    assert [sum(ranks) for ranks in zip(*found, strict=True)] == [1] * rounds
 
 
 def second_run(folder: Path) -> None:

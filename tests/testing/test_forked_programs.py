@@ -81,7 +81,7 @@ def test_scripts_and_modules_see_what_an_interpreter_shows(tmp_path: Path) -> No
 def test_a_program_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired):
-        programs.run(["-c", code], tmp_path, ENVIRONMENT, timeout=3)
+        programs.run(["-c", code], tmp_path, ENVIRONMENT, timeout=1)
     if (tmp_path / "pid").exists():
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), 0)

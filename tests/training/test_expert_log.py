@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ PLACES: dict[str, dict[str, Any]] = {
 ZERO = {"stage": 3, "resident": 0, "offload_params": "cpu"}
 
 
-def train(folder: Path, names: list[str]) -> None:
+def train(folder: Path, names: Sequence[str]) -> None:
     data = open_text(folder)
     for name in names:
         sizes = PLACES[name]
@@ -37,15 +38,24 @@ def train(folder: Path, names: list[str]) -> None:
         )  # fmt: skip
 
 
-def test_metrics_of_experts_are_those_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("ep", "tp", "cp", "chunks", "ZeRO-3"),
+        pytest.param(("pp", "both ways"), marks=pytest.mark.grid),
+    ],
+)
+def test_metrics_of_experts_are_those_of_one_process(
+    places: tuple[str, ...], tmp_path: Path
+) -> None:
     run_ranks(1, train, tmp_path, ["alone"])
-    run_ranks(2, train, tmp_path, [name for name in PLACES if name != "alone"])
+    run_ranks(2, train, tmp_path, places)
     rows: dict[str, list[dict[str, Any]]] = {}
-    for name in PLACES:
+    for name in ("alone", *places):
         found = metrics.read(tmp_path / name / "metrics.jsonl")
         rows[name] = [row for row in found if "moe/load_max" in row]
     assert [row["step"] for row in rows["alone"]] == [1, 2, 4]
-    recorded = {name: loads.read(tmp_path / name) for name in PLACES}
+    recorded = {name: loads.read(tmp_path / name) for name in rows}
     assert [row["step"] for row in recorded["alone"]] == [1, 2, 4]
     assert recorded["alone"][0]["layers"] == [2, 3]  # 0: the embedding; 1: a dense layer
     for row, want in zip(recorded["alone"], rows["alone"], strict=True):

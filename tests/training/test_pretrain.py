@@ -54,8 +54,8 @@ def command(ranks: int, script: str, *flags: str) -> list[str]:
     return [*launcher, str(ROOT / "pretrain" / script), *flags]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """An environment without keys, with a cache of its own."""
+def environment(folder: Path, draws: bool = False) -> dict[str, str]:
+    """An environment without keys, with a cache of its own; `draws`: of programs that draw figures."""
     kept = {
         key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "THREED"))
     }
@@ -64,12 +64,13 @@ def environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "THREED_CACHE": str(folder / "cache"),
         "PYTHONPATH": str(ROOT),
+        **({} if draws else {programs.NO_FIGURES: "1"}),
     }
 
 
 def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, as a user does."""
-    return programs.run(command(ranks, script, *flags), folder, environment(folder))
+    return programs.run(command(ranks, script, *flags), folder, environment(folder, draws=True))
 
 
 def again(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -153,7 +154,10 @@ def test_examples_have_help_and_train_nothing(folder: Path, script: Path) -> Non
 def test_flags_that_an_example_has_not_are_refused(folder: Path) -> None:
     """Once, whatever the number of ranks."""
     script = str(ROOT / "examples" / "custom_model.py")
-    done = run_script(2, [script, "--dry-run"], folder, environment(folder))
+    errors = folder / "0" / "error.json"  # else rank 1 waits five seconds for the message of rank 0
+    errors.parent.mkdir()
+    known = environment(folder) | {"TORCHELASTIC_ERROR_FILE": str(errors)}
+    done = run_script(2, [script, "--dry-run"], folder, known)
     assert done.returncode == 2
     problem = f"\n  - {script} has no --dry-run and no --world-size; `threed plan` has them"
     assert done.stderr.count(problem) == 1

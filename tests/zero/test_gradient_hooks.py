@@ -116,7 +116,7 @@ def all_with_hooks(world: int, names: list[str]) -> dict[str, list[tuple[float, 
 
 
 # Each like another one of two ranks.
-IN_GRID = ["stage 1", "tensor ranks", "stages, tied"]
+IN_GRID = ["stage 0", "stage 1", "stage 2", "tensor ranks", "stages, tied"]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def a_rank_waits() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if engine.topology.rank == 0:
-            time.sleep(3)
+            time.sleep(2.2)
         for _ in range(2):
             forwards(engine, 1)
         assert float(engine.evaluate(x)) == before

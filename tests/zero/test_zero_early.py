@@ -132,7 +132,6 @@ def against_late_all(cases: dict[str, tuple[Config, str]]) -> dict[str, list[str
 OFTEN = (
     "small parameters stay whole",
     "tiles",
-    "always clipped",
     "clipped now and then",
     "tensor ranks",
 )

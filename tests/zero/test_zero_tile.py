@@ -30,7 +30,7 @@ def train_and_watch(case: Case) -> tuple[Result, int]:
 
 CASES = [
     Case(dp=2, zero=3, tile=3, model="qwen-tied"),
-    Case(dp=2, zero=3, tile=4, bucket_mib=0.002),
+    pytest.param(Case(dp=2, zero=3, tile=4, bucket_mib=0.002), marks=pytest.mark.grid),
     Case(dp=2, tp=2, zero=3, tile=3, sequence=True, model="llama"),
     Case(pp=2, dp=2, zero=3, tile=2, microbatches=8),
     Case(zero=3, tile=2, offload_params="nvme", offload_optimizer="nvme"),
