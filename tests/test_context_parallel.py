@@ -66,7 +66,7 @@ SPACE = Space(
 
 # Six of seven schedules have stages, so without `pp` in the shape there are stages with rings and with heads too.
 EVERYDAY = replace(SPACE, shape=lambda case: (case.cp, case.cp_heads))
-CHEAPEST = 17  # the cheapest of the first seeds
+CHEAPEST = 2  # one of the cheapest of the first seeds, measured
 
 
 def test_every_setting_equals_one_process() -> None:

@@ -88,7 +88,7 @@ PLACES = {
 # Contain every kind of schedule, stage of ZeRO, mode of recomputation and kind of ranks; the others run in the grid. "pp tp
 # zero3" has a split sequence; "pp tp zero3" and "dp cp" have stage 3.
 EVERYDAY = (
-    "alone", "chunks", "layer by layer", "tp", "pp full", "pp dualpipev", "pp chimera", "pp interleaved", "zero1",
+    "alone", "chunks", "layer by layer", "tp", "pp full", "pp dualpipev", "pp chimera", "zero1",
     "ulysses", "pp tp zero3", "pp dp ep", "dp cp",
 )  # fmt: skip
 

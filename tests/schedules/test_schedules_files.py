@@ -426,17 +426,16 @@ def test_runs_with_a_schedule_of_ones_own_train_as_others_do(
     flags = [*flags_of(plan), "--model.layers", "4", "--train.steps", "3"]
     (folder / "plan.csv").write_text(schedules.to_csv(plan))
 
-    def losses(name: str, schedule: str) -> list[float]:
-        done = again(
-            folder, 2, "gpt.py", *flags, "--run.name", name, "--parallel.schedule", schedule
-        )
+    def losses(name: str, schedule: str, draws: bool = False) -> list[float]:
+        words = [*flags, "--run.name", name, "--parallel.schedule", schedule]
+        done = again(folder, 2, "gpt.py", *words, draws=draws)
         assert done.returncode == 0, done.stdout + done.stderr
         return [row["train/loss"] for row in metrics.read(folder / "runs" / name / "metrics.jsonl")]
 
     named = losses("named", "gpipe")
     assert losses("csv", "plan.csv") == named  # the same actions in the same order
     # Two chunks a rank are four stages: gradient norms are summed in another order.
-    assert losses("function", "mine.py:unnamed") == pytest.approx(named, rel=1e-12)
+    assert losses("function", "mine.py:unnamed", draws=True) == pytest.approx(named, rel=1e-12)
     run = folder / "runs" / "function"
     parallel = tomllib.loads((run / "config.toml").read_text())["parallel"]
     assert (parallel["schedule"], parallel["chunks"]) == (f"{folder}/mine.py:unnamed", 2)

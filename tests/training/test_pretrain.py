@@ -73,9 +73,12 @@ def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.Comp
     return programs.run(command(ranks, script, *flags), folder, environment(folder, draws=True))
 
 
-def again(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """The same on ranks that are warm already."""
-    return run_script(ranks, [str(ROOT / "pretrain" / script), *flags], folder, environment(folder))
+def again(
+    folder: Path, ranks: int, script: str, *flags: str, draws: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The same on ranks that are warm already; without figures, unless it `draws`."""
+    words = [str(ROOT / "pretrain" / script), *flags]
+    return run_script(ranks, words, folder, environment(folder, draws))
 
 
 def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) -> None:
