@@ -397,6 +397,7 @@ GRID = {
     "2x2x2 llama bf16", "2x2x2 zero 3 sums in bf16", "dp4 zero 2 in pairs, bf16", "dp4 zero 3 by layer in pairs",
     "tp2 dp2 zero 3 by layer", "tp2 dp2 zero 2", "pp2 dp2 zero 3", "pp3 dp2 zero 3", "cp2 ring tp2, fp64",
     "cp2 ring dp2 zero 2 in pairs", "dp4 zero 3", "tp2 dp2 zero 3", "pp2 dp2 zero 3, int8", "cp2 heads pp2",
+    "cp4 ring, bf16", "dp2 zero 0",
 }  # fmt: skip
 
 
