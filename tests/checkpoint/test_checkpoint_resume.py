@@ -63,7 +63,7 @@ def resume(folder: Path, cases: list[Case]) -> list[str]:
 
 def test_six_steps_are_three_a_restart_and_three(tmp_path: Path) -> None:
     """Difference 0.0 in every weight, in both moments and in the losses."""
-    results = run_ranks(4, resume, tmp_path, [RESUMED[n] for n in (1, 5, 6, 8)])
+    results = run_ranks(4, resume, tmp_path, [RESUMED[n] for n in (1, 5, 8)])
     assert not any(results), results
     alone = [Case(model="gpt", dtype=dtype, dropout=0.1, layers=3) for dtype in ("fp32", "bf16")]
     assert run_ranks(1, resume, tmp_path / "alone", alone) == [[]]

@@ -41,8 +41,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 # qwen3: norms of queries and keys, tied. granite: scaled embedding and logits. gpt_neox: other names, packed queries,
 # keys and values, biases, attention parallel to the MLP. olmo2: styles that are replicated.
 Kinds = list[tuple[str, bool]]  # families, and whether the plan of transformers is used
-FEW: Kinds = [("qwen3", True), ("gpt_neox", True), ("llama", False)]
-MORE: Kinds = [("olmo2", True), ("granite", True), ("gpt2", False)]
+FEW: Kinds = [("qwen3", True), ("llama", False)]
+MORE: Kinds = [("gpt_neox", True), ("olmo2", True), ("granite", True), ("gpt2", False)]
 
 
 class Two(hf.LlamaModel):

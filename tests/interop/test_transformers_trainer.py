@@ -28,8 +28,8 @@ from tests.interop.trainer_runs import CASES
 # every family, every stage at least twice, and each further way to train; "epochs" accumulates, and trains Mistral
 EVERYDAY = (
     "gpt2-0", "qwen2-0", "opt-1", "gemma2-3", "saves-3", "resumed-3", "offload", "checkpointing",
-    "config-optimizer", "config-scheduler", "bf16", "best", "epochs", "sgd", "again-3", "peft-whole-3", "reentrant-3",
-    "prompt-3", "smoothing", "fp16", "evaluated-3", "classifier-3", "sequences-3",
+    "config-optimizer", "bf16", "best", "epochs", "again-3", "peft-whole-3", "reentrant-3",
+    "prompt-3", "fp16", "evaluated-3", "classifier-3", "sequences-3",
 )  # fmt: skip
 ON_ONE_RANK = ("resumed-3", "search-3")
 # loss and norm: rounding to bf16 in both programs, by autocast and by threed; and to fp16 in threed
