@@ -54,7 +54,7 @@ from threed.core.device import processor  # noqa: E402
 from threed.distributed.topology import Topology  # noqa: E402
 from threed.engine import Engine  # noqa: E402
 from threed.layers import Slicing  # noqa: E402
-from threed.zero.state import read, records  # noqa: E402
+from threed.zero.state import read_records, records  # noqa: E402
 
 VOCAB = 256
 
@@ -118,7 +118,7 @@ class Peers:
     """
 
     def __init__(self, engine: Engine) -> None:
-        named = read(engine.optimizer, records(engine.optimizer))
+        named = read_records(engine.optimizer, records(engine.optimizer))
         self.state = {
             f"{r.part}.{r.piece.name}.{n}": values.clone() for n, (r, values) in enumerate(named)
         }

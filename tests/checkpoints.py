@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.configs import batch, share
 from threed.checkpoint.files import checksum, tree_hash
 from threed.engine import Engine
-from threed.zero.state import read, records
+from threed.zero.state import read_records, records
 
 
 def train(engine: Engine, count: int) -> list[float]:
@@ -22,7 +22,7 @@ def train(engine: Engine, count: int) -> list[float]:
 
 def state_of(engine: Engine) -> list[tuple[str, str, Tensor]]:
     """Returns a copy of every box of weights and moments on this rank."""
-    found = read(engine.optimizer, records(engine.optimizer))
+    found = read_records(engine.optimizer, records(engine.optimizer))
     return [(r.part, r.piece.name, values.clone()) for r, values in found]
 
 

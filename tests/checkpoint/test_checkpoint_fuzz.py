@@ -32,7 +32,7 @@ from tests.interop.test_interop_hf import config_of as hf_config
 from threed.checkpoint.files import CheckpointError
 from threed.cli.commands import main
 from threed.engine import Engine
-from threed.zero.state import read, records
+from threed.zero.state import read_records, records
 
 FILE = "rank-00000.safetensors"
 VALUES: list[Any] = [
@@ -156,7 +156,7 @@ def scramble(engine: Engine) -> None:
     """Sets all that a checkpoint restores to something else."""
     torch.manual_seed(0)
     with torch.no_grad():
-        for _, values in read(engine.optimizer, records(engine.optimizer)):
+        for _, values in read_records(engine.optimizer, records(engine.optimizer)):
             values.fill_(7)
         for buffer in local(engine).values():
             buffer.copy_(torch.ones(()))

@@ -17,7 +17,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Save
 from threed.distributed import collectives
 from threed.engine import Engine
-from threed.zero.state import read
+from threed.zero.state import read_records
 
 CASE = Case(1, 2, 1, model="llama", zero=2, layers=2, dtype="fp32", bucket_mib=0.02)
 
@@ -28,7 +28,7 @@ def prepared(engine: Engine, path: Path) -> Save:
 
 
 def copies(engine: Engine, saving: Save) -> list[Tensor]:
-    return [values.clone() for _, values in read(engine.optimizer, saving.records)]
+    return [values.clone() for _, values in read_records(engine.optimizer, saving.records)]
 
 
 def save_beside_training(folder: Path) -> tuple[float, int, bool]:

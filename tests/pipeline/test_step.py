@@ -22,7 +22,7 @@ from threed.ops.matmul import Matmul
 from threed.ops.precision import LossScale
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.reductions import Gradient, squares
-from threed.zero.state import fill
+from threed.zero.state import fill_states
 
 
 def with_(config: Config, **groups: dict[str, object]) -> Config:
@@ -457,7 +457,7 @@ def break_a_load(engine: Engine, _: pytest.MonkeyPatch) -> None:
         out.zero_()
 
     with pytest.raises(OSError, match="no such file"):
-        fill(engine.optimizer, write)
+        fill_states(engine.optimizer, write)
 
 
 @pytest.mark.parametrize("breaks", [break_an_update, break_a_load])

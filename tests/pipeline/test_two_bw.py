@@ -21,7 +21,7 @@ from tests.schedules.test_schedules_training import Counter
 from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.state import WEIGHT, read, records
+from threed.zero.state import WEIGHT, read_records, records
 from threed.zero.update import Update
 
 STEPS = 4
@@ -221,7 +221,10 @@ def test_training_follows_the_rule_in_other_combinations() -> None:
 def bits(engine: Engine) -> list[Tensor]:
     """Everything that steps change: both versions of the weights, moments, and counters. Drains."""
     engine.full_state_dict()
-    held = [values.clone() for _, values in read(engine.optimizer, list(records(engine.optimizer)))]
+    held = [
+        values.clone()
+        for _, values in read_records(engine.optimizer, list(records(engine.optimizer)))
+    ]
     return [*held, engine.optimizer.updates.clone(), torch.tensor([engine.steps, engine.consumed])]
 
 

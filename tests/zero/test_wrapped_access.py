@@ -535,6 +535,7 @@ def check_refusals() -> None:
     assert {name: value.shape for name, value in part.items()} == {
         name: param.shape for name, param in module.blocks[0].named_parameters()
     }
+    assert not any(value.requires_grad for value in part.values())
     with pytest.raises(RuntimeError, match=r"blocks\.0\.weight is sharded.*when this tensor"):
         unpickled(part)
     with trainer.gathered(), pytest.raises(RuntimeError, match=r"when this tensor was created"):

@@ -17,7 +17,7 @@ from threed.distributed.topology import Topology
 from threed.models.buffers import Buffers
 from threed.zero.agreement import tensors_of_model
 from threed.zero.optimizer import Optimizer
-from threed.zero.state import WEIGHT, fill
+from threed.zero.state import WEIGHT, fill_states
 
 Shape = tuple[int, ...]
 MOST = 10  # maximum number of names that a message lists
@@ -133,5 +133,5 @@ def take_full(
     def write(part: str, piece: Piece, out: Tensor) -> None:
         out.copy_(given[piece.name][slices(piece.start, piece.size)])
 
-    fill(optimizer, write, (WEIGHT,))
+    fill_states(optimizer, write, (WEIGHT,))
     buffers.restore(set(given) & set(here.buffers), given.__getitem__)

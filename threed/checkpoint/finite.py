@@ -1,6 +1,6 @@
 """Checks for values that are not finite (NaN or infinite) in checkpoints.
 
-    restore = Restore(source, trained)   callback of `zero.state.fill`
+    restore = Restore(source, trained)   callback of `zero.state.fill_states`
     restore.problems                     a list with one line about the first bad tensor, or empty
     tally = Tally()                      records the bad tensors of a conversion
     tally.passed(name, slab)             checks some rows of a tensor, and returns the rows
@@ -73,7 +73,7 @@ class Tally:
 
 
 class Restore:
-    """Reads states from a checkpoint, as a callback of `zero.state.fill`.
+    """Reads states from a checkpoint, as a callback of `zero.state.fill_states`.
 
     The first tensor that cannot be read or is not finite is recorded in `problems`, and later calls
     do nothing. No call raises an error, because the other ranks would then hang in their next

@@ -42,7 +42,15 @@ from threed.distributed.sharding import slices
 from threed.distributed.topology import Axis, Topology
 from threed.models.buffers import dtype_name
 from threed.zero.optimizer import Optimizer
-from threed.zero.state import PREVIOUS, WEIGHT, fill, initialize, read, records, states_of
+from threed.zero.state import (
+    PREVIOUS,
+    WEIGHT,
+    fill_states,
+    initialize_states,
+    read_records,
+    records,
+    states_of,
+)
 
 T = TypeVar("T")
 
@@ -213,7 +221,7 @@ def _overwrite(
     initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
         with optimizer.consistency.changing():
-            fill(optimizer, restore)
+            fill_states(optimizer, restore)
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
@@ -222,7 +230,7 @@ def _overwrite(
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # the error is raised on every rank
         if initial is not None:
-            initialize(optimizer, initial, again=True, everything=True)
+            initialize_states(optimizer, initial, again=True, everything=True)
         raise
 
 
@@ -355,7 +363,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
     empty = torch.empty(0, dtype=wide)
     buckets = (
         torch.cat([values.reshape(-1).to("cpu", wide, copy=True) for _, values in some])
-        for _, some in groupby(read(optimizer, owned), key=lambda both: both[0].state)
+        for _, some in groupby(read_records(optimizer, owned), key=lambda both: both[0].state)
     )
     about = [
         [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in some]

@@ -51,7 +51,7 @@ from threed.memory.pool import free_bytes
 from threed.models.buffers import Buffers, bytes_of, dtype_name
 from threed.zero.optimizer import Optimizer
 from threed.zero.snapshot import Room, Snapshot, copy_bytes
-from threed.zero.state import Record, read, states_of
+from threed.zero.state import Record, read_records, states_of
 
 ENTRIES_S = 600.0  # seconds that rank 0 waits for the entries of other ranks
 FAILURE_S = 20.0  # seconds that a save in progress may still take after the run has failed
@@ -169,7 +169,7 @@ class Save:
         Raises:
             CheckpointError: on every rank if any rank fails.
         """
-        self.write(values for _, values in read(optimizer, self.records))
+        self.write(values for _, values in read_records(optimizer, self.records))
         self.wait()
 
     def start(self, optimizer: Optimizer, room: Room, now: bool = False) -> None:

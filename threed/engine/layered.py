@@ -13,7 +13,7 @@ from threed.engine.base import Engine
 from threed.layers import MicroBatch
 from threed.models import Model, options_of
 from threed.zero import setup
-from threed.zero.state import initialize
+from threed.zero.state import initialize_states
 
 
 class LayeredEngine(Engine):
@@ -38,7 +38,7 @@ class LayeredEngine(Engine):
         values, seed = options_of(self.model).initial or initial, self.config.train.seed
         # A model with its own initial values may free them after this call.
         again = values is initial
-        initialize(self.optimizer, lambda piece: values(piece, seed), again)
+        initialize_states(self.optimizer, lambda piece: values(piece, seed), again)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Returns the logits of a batch of tokens. Collective.

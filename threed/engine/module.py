@@ -31,7 +31,7 @@ from threed.zero.plain_backwards import PlainBackwards
 from threed.zero.reducer import OPEN
 from threed.zero.release import full_values
 from threed.zero.sinks import refuse_gradients
-from threed.zero.state import initialize
+from threed.zero.state import initialize_states
 from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
@@ -98,7 +98,7 @@ class ModuleEngine(Engine):
             self._undo.callback(refuse_gradients(slot).remove)
         values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
-        initialize(self.optimizer, values, again=False)
+        initialize_states(self.optimizer, values, again=False)
         self.model.initialized(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
 

@@ -22,7 +22,7 @@ from threed.distributed import collectives
 from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
 from threed.zero.setup import state_names
-from threed.zero.state import PREVIOUS, WEIGHT, Record, read, records
+from threed.zero.state import PREVIOUS, WEIGHT, Record, read_records, records
 
 # A box (block) of a tensor: (start per dimension, size per dimension).
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -156,7 +156,7 @@ def unequal(
 
     The shards are compared with the full tensors in `truth`.
     """
-    for record, values in read(engine.optimizer, records(engine.optimizer)):
+    for record, values in read_records(engine.optimizer, records(engine.optimizer)):
         if record.part == PREVIOUS and PREVIOUS not in truth:
             continue
         full = truth.get(record.part, {}).get(record.piece.name)

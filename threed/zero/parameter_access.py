@@ -226,7 +226,7 @@ class Access:
 
         The state dict of a submodule thus has its names, which peft needs to save an adapter.
         """
-        view: Any = plain(self.slot.param).to("meta").as_subclass(GuardedView)
+        view: Any = plain(self.slot.param).detach().to("meta").as_subclass(GuardedView)
         view.access, view.buffer, view.version = self, None, self.gatherer.version
         return view
 

@@ -4,7 +4,7 @@
     reads = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(reads):     buffers: name of a part -> its staged buffer
         weight = buffers["weight"].wait()             [n]
-    for record, values in read(optimizer, records(optimizer)):
+    for record, values in read_records(optimizer, records(optimizer)):
         values                                        [*record.piece.size]
 
 A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
@@ -274,7 +274,9 @@ def records(optimizer: HoldsStates, parts: Sequence[str] | None = None) -> Itera
         yield from state.records(parts)
 
 
-def read(optimizer: HoldsStates, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
+def read_records(
+    optimizer: HoldsStates, wanted: Iterable[Record]
+) -> Iterator[tuple[Record, Tensor]]:
     """Waits for the last update, and yields each record with the values of its piece, [*piece.size].
 
     The values are views of the states' buffers, and are only valid until the next iteration.
@@ -297,7 +299,7 @@ def read(optimizer: HoldsStates, wanted: Iterable[Record]) -> Iterator[tuple[Rec
             drop_all(buffers)
 
 
-def fill(
+def fill_states(
     optimizer: HoldsStates,
     write: Callable[[str, Piece, Tensor], None],
     parts: Sequence[str] | None = None,
@@ -323,7 +325,7 @@ def fill(
                     write(record.part, record.piece, record.of(values[record.part]))
 
 
-def initialize(
+def initialize_states(
     optimizer: HoldsStates, initial: Initial, again: bool, everything: bool = False
 ) -> None:
     """Sets the weights to their initial values. Collective.
@@ -340,7 +342,7 @@ def initialize(
     def write(part: str, piece: Piece, out: Tensor) -> None:
         out.copy_(initial(piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
 
-    fill(optimizer, write, None if everything else (WEIGHT,))
+    fill_states(optimizer, write, None if everything else (WEIGHT,))
     if again:
         optimizer.consistency.mark_initialized(initial)
 

@@ -32,7 +32,7 @@ from threed.interop.deepspeed.pipeline_layers import ROOT, PipelineBatches, Pipe
 from threed.interop.deepspeed.pipeline_module import PipelineModule
 from threed.pipeline.batches import Batch, Batches
 from threed.zero.release import full_values
-from threed.zero.state import initialize
+from threed.zero.state import initialize_states
 
 INTERVAL = "activation_checkpoint_interval"
 NO_EFFECT = "threed does not split layers over ranks, and recomputes layers itself"
@@ -90,7 +90,7 @@ class PipelineTrainer(LayeredEngine):
 
     def _initialize(self) -> None:
         self.model.agree(self.topology)
-        initialize(self.optimizer, self.model.initial, again=False)
+        initialize_states(self.optimizer, self.model.initial, again=False)
         self.model.initialized()
 
     @contextmanager

@@ -30,7 +30,7 @@ from threed.interop.huggingface.folder_record import GENERATION, record_of
 from threed.interop.huggingface.native_writer import FILE_BYTES, write_tensors
 from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
-from threed.zero.state import WEIGHT, fill, records
+from threed.zero.state import WEIGHT, fill_states, records
 
 # Model keys that a run may choose; the folder determines all other keys.
 FREE = ("seq", "dropout", "mtp_loss")
@@ -108,7 +108,7 @@ def load_hf(
 
     restore = finite.Restore(folder, here.trained)
     with optimizer.consistency.changing():
-        fill(optimizer, restore)
+        fill_states(optimizer, restore)
         problems = [f"{path}: {problem}" for problem in restore.problems]
         raise_together(problems, everyone, CheckpointError)
     optimizer.updates.zero_()

@@ -18,7 +18,7 @@ from threed.interop.deepspeed.names import not_offered
 from threed.interop.deepspeed.ownership import owner
 from threed.memory.mapped import region_of
 from threed.zero.layout import Slot
-from threed.zero.state import WEIGHT, fill, read, records
+from threed.zero.state import WEIGHT, fill_states, read_records, records
 
 # name of an optimizer's state in DeepSpeed -> its further name in threed
 _STATES = {"momentum_buffer": ("momentum_buffer",), "exp_avg": ("exp_avg", "momentum_buffer")}
@@ -229,7 +229,7 @@ def _read(param: nn.Parameter, parts: tuple[str, ...]) -> Tensor | None:
     wanted = [one for one in records(engine.optimizer, (part,)) if _is_of(slot, one.piece)]
     dtype = torch.promote_types(torch.float32, slot.param.dtype)
     full = torch.zeros(slot.shape, dtype=dtype, device=engine.topology.device)
-    for record, values in read(engine.optimizer, [one for one in wanted if one.owned]):
+    for record, values in read_records(engine.optimizer, [one for one in wanted if one.owned]):
         full[_box(record.piece)] = values.to(full.device, dtype)
     # Each element has one owner, so the sum over the ranks is exact.
     return collectives.all_reduce(full, engine.topology.axis("world"))
@@ -249,7 +249,7 @@ def _write(param: nn.Parameter, parts: tuple[str, ...], value: Tensor) -> None:
         if _is_of(slot, piece):
             out.copy_(value[_box(piece)])
 
-    fill(engine.optimizer, write, (part,))
+    fill_states(engine.optimizer, write, (part,))
 
 
 def _find(engine: ModuleEngine, param: nn.Parameter, parts: tuple[str, ...]) -> tuple[Slot, str]:
