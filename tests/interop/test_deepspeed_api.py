@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import unittest
 from pathlib import Path
 from typing import Any
 
@@ -300,7 +301,7 @@ def test_leaf_modules() -> None:
             find(model, names)
 
 
-def test_small_functions(caplog: pytest.LogCaptureFixture) -> None:
+def test_small_functions() -> None:
     loader = utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     assert len(loader) == 2
@@ -313,12 +314,12 @@ def test_small_functions(caplog: pytest.LogCaptureFixture) -> None:
     assert copied["a"][0].untyped_storage().nbytes() == 40
     assert torch.equal(copied["b"][0], row)
     assert utils.move_to_device([row, {"x": row}], "meta")[1]["x"].is_meta
-    with caplog.at_level("INFO", "DeepSpeed"):
+    with unittest.TestCase().assertLogs("DeepSpeed", "INFO") as logs:
         utils.log_dist("here", [0])
         utils.log_dist("not here", [5])
         utils.see_memory_usage("silent")
         utils.see_memory_usage("memory", force=True)
-    assert [one.getMessage() for one in caplog.records] == ["[Rank 0] here", "[Rank 0] memory"]
+    assert [one.getMessage() for one in logs.records] == ["[Rank 0] here", "[Rank 0] memory"]
     assert utils.required_torch_version(2.0)
     assert not utils.required_torch_version("99.1")
     assert not utils.required_torch_version(max_version=1.13)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import pickle
 import types
+import unittest
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -194,11 +194,11 @@ def test_losses_are_fp32() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_flat_buffers_hold_the_parameters(stage: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "DeepSpeed")
-    engine = engine_of(zero_optimization={"stage": stage})
+def test_the_flat_buffers_hold_the_parameters(stage: int) -> None:
+    with unittest.TestCase().assertLogs("DeepSpeed", "INFO") as logs:
+        engine = engine_of(zero_optimization={"stage": stage})
     (flat,) = engine.optimizer.bit16_groups_flat
-    assert "Flattening param group 0: " in caplog.text
+    assert "Flattening param group 0: " in "\n".join(logs.output)
     assert flat.dtype == torch.float32
     assert flat.grad_fn is None
     storage = flat.untyped_storage().data_ptr()
