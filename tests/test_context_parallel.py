@@ -121,7 +121,7 @@ USERS = replace(
 
 
 def test_every_users_model_equals_plain_pytorch() -> None:
-    cases = USERS.touching(0)
+    cases = USERS.touching(20)  # the cheapest of the first seeds
     for name, options in USERS.settings.items():
         assert {getattr(case, name) for case in cases} == set(options), name
     users.run_all(cases)
