@@ -1,9 +1,9 @@
 """Every parallel configuration gives the losses, gradient norms and weights of one process.
 
 A covering set always runs: every value of every setting occurs in a case, and every pair of values
-of two settings in PAIRED, which decide who communicates with whom and when, that occurs in a shape of
-OFTEN. `pytest -m grid` runs sets of all shapes with every pair of values of any two settings, and every
-combination of the settings in PLAIN, on which a plan depends.
+of two settings in PAIRED, which decide who communicates with whom and when. `pytest -m grid` runs sets
+with every pair of values of any two settings, and every combination of the settings in PLAIN, on which
+a plan depends.
 """
 
 from __future__ import annotations
@@ -129,17 +129,7 @@ SPACE = Space(
     cost=cost,
     shape=lambda case: (case.pp, case.dp, case.tp),
 )
-# Of the shapes of eight ranks, the other three have the same sizes of two axes the other way around.
-OFTEN = [shape for shape in SHAPES if shape not in ((2, 4, 1), (2, 1, 4), (1, 2, 4))]
-
-
-def make_often(values: Values) -> Case | None:
-    """Returns the case of some settings, or None if its shape is not in OFTEN."""
-    case = make(values)
-    return case if case is not None and (case.pp, case.dp, case.tp) in OFTEN else None
-
-
-EVERYDAY = replace(SPACE, make=make_often, paired=PAIRED)
+EVERYDAY = replace(SPACE, paired=PAIRED)
 
 
 def run_cases(cases: list[Case], folder: str, work: Work) -> list[str]:
@@ -188,7 +178,7 @@ def run_all(cases: Sequence[Case], work: Work = trained, alone: Work = trained) 
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 
 
-CHEAPEST = 1  # the cheapest of the first seeds
+CHEAPEST = 3  # the cheapest of the first seeds
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +200,7 @@ def test_another_covering_set_of_configurations_equals_one_process(seed: int) ->
 def test_the_covering_set_covers_what_any_case_does(covering: list[Case]) -> None:
     attained = EVERYDAY.attained(random.Random(99), 12)
     assert set().union(*map(EVERYDAY.pairs, covering)) == set(attained)
-    assert {(case.pp, case.dp, case.tp) for case in covering} == set(OFTEN)
+    assert {(case.pp, case.dp, case.tp) for case in covering} == set(SHAPES)
     assert all(
         {getattr(case, name) for case in covering} == set(options)
         for name, options in SETTINGS.items()
