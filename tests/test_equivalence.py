@@ -65,13 +65,18 @@ SHAPES = [shape for shape in itertools.product(SIZES, SIZES, SIZES) if math.prod
 Work = Callable[[Case], tuple[Engine, list[StepMetrics]]]
 
 
-def settled(values: Values) -> dict[str, Any]:
-    """Returns settings, with fixed values for those without effect, so that equal cases are recognized."""
+def settled(values: Values, both_ways: int = 8) -> dict[str, Any]:
+    """Returns settings, with fixed values for those without effect, so that equal cases are recognized.
+
+    Args:
+        values: the settings.
+        both_ways: number of micro-batches of the schedules in BOTH_WAYS.
+    """
     v = dict(values)
     v["sequence"] = v["sequence"] and v["tp"] != 1
     v["schedule"] = v["schedule"] if v["pp"] != 1 else "1f1b"
     if v["schedule"] in BOTH_WAYS:
-        v["microbatches"] = 8
+        v["microbatches"] = both_ways
     v["offload_params"] = v["offload_params"] if v["zero"] == 3 else "none"
     v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
     v["tile"] = v["tile"] if v["zero"] == 3 else 1

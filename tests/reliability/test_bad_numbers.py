@@ -527,7 +527,7 @@ def compared_after_flips(flips: Sequence[tuple[Case, Any, int, str]]) -> list[st
     wrong = []
     for case, how, rank, says in flips:
         engine = engine_of(config_of(case))
-        for step in range(3):
+        for step in range(2):
             engine.step(data(engine, step))
         engine.compare_replicas()
         mine = how(engine) if engine.topology.rank == rank else ""
@@ -537,7 +537,7 @@ def compared_after_flips(flips: Sequence[tuple[Case, Any, int, str]]) -> list[st
             said = "nothing"
         except replicas.ReplicaError as error:
             said = str(error).replace(f"({socket.gethostname()})", "(H)")
-        if says not in said or not said.startswith(f"step 3: replicas of {name} differ: "):
+        if says not in said or not said.startswith(f"step 2: replicas of {name} differ: "):
             wrong.append(f"{case} {how.__name__} on {rank}, {name}: {said}")
     return wrong
 

@@ -33,7 +33,7 @@ def train(folder: Path, names: Sequence[str]) -> None:
         world = 2 if sizes else 1
         run(
             folder, data, world, model=MODEL, parallel=sizes, zero=ZERO if name == "ZeRO-3" else {},
-            train={"steps": 4, "global_batch": 8, "eval_every": 0},
+            train={"steps": 4, "global_batch": 8, "micro_batch": 4, "eval_every": 0},
             run={"dir": str(folder / name), "name": "run"}, log={"every": 2}, experts={"aux_loss": 0.02, "z_loss": 0.01},
         )  # fmt: skip
 
