@@ -7,6 +7,7 @@ users write them. `pytest -m grid` runs sets with every pair of values.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.configs import MODELS, RECOMPUTE, Case
 from tests.covering import Space, Values
 from tests.harness import run_ranks
 from tests.layers import test_users_models as users
-from tests.test_equivalence import CHUNKS, RANKS, run_all, settled
+from tests.test_equivalence import BOTH_WAYS, CHUNKS, RANKS, run_all, settled
 from threed.config.resolution import context_fits
 from threed.models.check import ModelError
 
@@ -29,7 +30,7 @@ SETTINGS: dict[str, list[object]] = {
     "sequence": [True, False],
     "zero": [0, 1, 2, 3],
     "schedule": ["1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipe", "dualpipev"],
-    "microbatches": [1, 3, 4],  # tests/test_equivalence.py has 8
+    "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64", "fp32"],
     "recompute": list(RECOMPUTE),
@@ -41,16 +42,17 @@ SETTINGS: dict[str, list[object]] = {
 }
 
 
-def make(values: Values) -> Case | None:
+def make(values: Values, both_ways: int = 8) -> Case | None:
     """Returns the case of some settings, or None if it needs too many ranks, or heads do not fit."""
     cp, u, pp, dp, tp = (int(str(values[name])) for name in ("cp", "cp_heads", "pp", "dp", "tp"))
     model = MODELS[str(values["model"])]
     heads, kv_heads = (model.get(name, model["heads"]) for name in ("heads", "kv_heads"))
     if pp * dp * tp * cp > RANKS or not context_fits(heads // tp, max(kv_heads // tp, 1), cp, u):
         return None
-    v = settled(values, both_ways=4)
+    v = settled(values, both_ways)
     few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
-    v["layers"] = pp + 2 if v["schedule"] in (*CHUNKS, "dualpipev") else 2 if few else 3
+    chunks = v["schedule"] in (*CHUNKS, "dualpipev") or (pp > 2 and v["schedule"] in BOTH_WAYS)
+    v["layers"] = pp + 2 if chunks else 2 if few else 3
     return Case(**v)
 
 
@@ -74,10 +76,14 @@ SPACE = Space(
 
 # One schedule of each kind: the others differ in the order of passes only. Most have stages, so without `pp` in the
 # shape there are stages with rings and with heads too.
-KINDS = ("1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipev")
+DAILY: dict[str, list[object]] = {
+    "schedule": ["1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "dualpipev"],
+    "microbatches": [1, 3, 4],
+}
 EVERYDAY = replace(
     SPACE,
-    settings=SETTINGS | {"schedule": list(KINDS)},
+    settings=SETTINGS | DAILY,
+    make=partial(make, both_ways=4),
     shape=lambda case: (case.cp, case.cp_heads),
 )
 CHEAPEST = 0  # the cheapest of the first seeds

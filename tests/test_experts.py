@@ -8,6 +8,7 @@ whose scores are within rounding. `GAP` is asserted for the scores of every case
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tests.configs import EXPERT_MODELS, RECOMPUTE, Case, trained
 from tests.covering import Space, Values
-from tests.test_context_parallel import KINDS, cost
+from tests.test_context_parallel import DAILY, cost
 from tests.test_equivalence import CHUNKS, RANKS, run_all, settled
 from threed.engine import Engine, StepMetrics
 from threed.layers import Routing
@@ -36,7 +37,7 @@ SETTINGS: dict[str, list[object]] = {
         "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera",
         "dualpipe", "dualpipev",
     ],
-    "microbatches": [1, 3, 4],  # tests/test_equivalence.py has 8
+    "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64"],
     "recompute": list(RECOMPUTE),
@@ -49,12 +50,12 @@ SETTINGS: dict[str, list[object]] = {
 GAP = 1e-9  # smallest difference between the scores of the last chosen expert and of the next one
 
 
-def make(values: Values) -> Case | None:
+def make(values: Values, both_ways: int = 8) -> Case | None:
     """Returns the case of some settings; None if it needs too many ranks, or ep does not divide them."""
     ep, pp, dp, tp, cp = (int(str(values[name])) for name in ("ep", "pp", "dp", "tp", "cp"))
     if pp * dp * tp * cp > RANKS or dp * tp * cp % ep:
         return None
-    v = settled(values, both_ways=4)
+    v = settled(values, both_ways)
     v["room"] = v["room"] if ep > 1 else 0.0
     v["cp_heads"] = v["cp_heads"] if cp > 1 else "auto"
     v["shard"] = v["shard"] if dp * cp % 2 == 0 else "all"
@@ -66,10 +67,10 @@ def make(values: Values) -> Case | None:
 SPACE = Space(
     SETTINGS, make, cost=cost, shape=lambda case: (case.ep, case.cp, case.tp, case.pp > 1)
 )
-# One schedule of each kind, as there.
 EVERYDAY = replace(
     SPACE,
-    settings=SETTINGS | {"schedule": list(KINDS)},
+    settings=SETTINGS | DAILY,
+    make=partial(make, both_ways=4),
     shape=lambda case: (case.ep, case.cp > 1 and case.ep > 1),
 )
 CHEAPEST = 3  # one of the cheapest of the first seeds
