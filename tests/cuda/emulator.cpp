@@ -62,6 +62,7 @@ struct Region {
   std::string name;
   std::vector<Byte> bytes{};
   int64_t read = 0, written = 0;
+  size_t used_from = size, used_to = 0;  // of shared memory: what this block has accessed
 };
 
 enum State { READY, AT_BARRIER, AT_MEETING, ENDED };
@@ -76,7 +77,8 @@ struct Fiber {
   Meeting meeting{};
   unsigned mask = 0;
   Line line{};
-  uint64_t value = 0, received[32]{};
+  int from = 0;  // lane that it reads
+  uint64_t value = 0, received = 0;
 
   unsigned warp() const { return number / 32; }
   unsigned lane() const { return number % 32; }
@@ -126,7 +128,8 @@ struct Machine {
   bool checks = true;
   uint32_t traced_blocks = 0;
   std::vector<Request> requests;
-  std::map<std::pair<unsigned, uint32_t>, uint32_t> rounds;  // of (thread, instruction)
+  std::vector<std::vector<uint32_t>> rounds;  // of each instruction and thread; empty where it has not run
+  std::vector<Byte> unused_bytes;  // of a module's shared memory, for the next launch: making them takes long
   Counts counts{};
   std::string error;
 };
@@ -301,7 +304,10 @@ uint32_t number_of(const void* instruction) {
 void count(Region& region, const Fiber& fiber, const char* address, size_t size, bool write, uint32_t instruction) {
   (write ? region.written : region.read) += int64_t(size);
   if (machine.block_number >= machine.traced_blocks) return;
-  const uint32_t round = machine.rounds[{fiber.number, instruction}]++;
+  if (machine.rounds.size() <= instruction) machine.rounds.resize(instruction + 1);
+  std::vector<uint32_t>& rounds = machine.rounds[instruction];
+  if (rounds.empty()) rounds.resize(machine.fibers.size());
+  const uint32_t round = rounds[fiber.number]++;
   machine.requests.push_back({instruction, fiber.warp(), round, region.kind == Region::SHARED,
                               reinterpret_cast<uint64_t>(address), uint32_t(size)});
 }
@@ -327,6 +333,7 @@ bool one_address(const std::vector<Request>& requests, size_t first, size_t last
 // Adds up what the warps of the block that ended asked for.
 void count_requests() {
   std::vector<Request>& all = machine.requests;
+  if (all.empty()) return;
   const auto key = [](const Request& r) { return std::make_tuple(r.instruction, r.warp, r.round); };
   std::sort(all.begin(), all.end(), [&](const Request& a, const Request& b) { return key(a) < key(b); });
   for (size_t first = 0, last = 0; first < all.size(); first = last) {
@@ -344,7 +351,7 @@ void count_requests() {
     }
   }
   all.clear();
-  machine.rounds.clear();
+  for (std::vector<uint32_t>& rounds : machine.rounds) rounds.clear();
 }
 
 // -------------------------------------------------------------------------------------------------------------- waits
@@ -382,16 +389,21 @@ bool pass_barrier() {
 void pass_meeting(unsigned base, unsigned mask, Meeting kind) {
   Fiber* const lanes = machine.fibers.data() + base;
   uint32_t known[32] = {};
-  const uint32_t time = kind == WARP_BARRIER ? ++machine.meetings[base / 32] : 0;
-  for (unsigned i = 0; i < 32; i++) {
-    if (!(mask >> i & 1)) continue;
-    for (unsigned k = 0; k < 32; k++) known[k] = std::max(known[k], lanes[i].knows[k]);
-  }
+  uint64_t votes = 0;
   for (unsigned i = 0; i < 32; i++)
-    if (mask >> i & 1) known[i] = time;
+    if (mask >> i & 1) votes |= uint64_t(lanes[i].value != 0) << i;
+  if (kind == WARP_BARRIER) {
+    const uint32_t time = ++machine.meetings[base / 32];
+    for (unsigned i = 0; i < 32; i++) {
+      if (!(mask >> i & 1)) continue;
+      for (unsigned k = 0; k < 32; k++) known[k] = std::max(known[k], lanes[i].knows[k]);
+    }
+    for (unsigned i = 0; i < 32; i++)
+      if (mask >> i & 1) known[i] = time;
+  }
   for (unsigned i = 0; i < 32; i++) {
     if (!(mask >> i & 1)) continue;
-    for (unsigned k = 0; k < 32; k++) lanes[i].received[k] = mask >> k & 1 ? lanes[k].value : 0;
+    lanes[i].received = kind == SHUFFLE ? lanes[lanes[i].from].value : votes;
     if (kind == WARP_BARRIER) std::copy(known, known + 32, lanes[i].knows);
     lanes[i].state = READY;
     machine.turn.push_back(&lanes[i]);
@@ -429,6 +441,15 @@ cudaError_t refused(const Configuration& c, const void* kernel) {
   return c.shared > std::max(SHARED_WITHOUT_ASKING, most) ? cudaErrorInvalidValue : cudaSuccess;
 }
 
+// Has nothing of shared memory be written. What no checked access has reached cannot be read before it is written.
+void forget_accesses(Region& region) {
+  if (!machine.checks) std::memset(region.first, 0xff, region.size);
+  if (region.used_from >= region.used_to) return;
+  std::memset(region.first + region.used_from, 0xff, region.used_to - region.used_from);
+  std::fill(region.bytes.begin() + long(region.used_from), region.bytes.begin() + long(region.used_to), Byte());
+  region.used_from = region.size, region.used_to = 0;
+}
+
 void begin_block(uint64_t number) {
   const dim3& grid = machine.grid;
   machine.block_index = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
@@ -436,9 +457,7 @@ void begin_block(uint64_t number) {
   machine.epoch = 0;
   machine.meetings.assign((machine.fibers.size() + 31) / 32, 0);
   for (Region& region : machine.regions) {
-    if (region.kind != Region::SHARED) continue;
-    std::memset(region.first, 0xff, region.size);  // new to the block: nothing in it was written
-    if (machine.checks) region.bytes.assign(region.size, Byte());
+    if (region.kind == Region::SHARED) forget_accesses(region);
   }
   for (unsigned thread = 0; thread < machine.fibers.size(); thread++) prepare(machine.fibers[thread], thread);
 }
@@ -460,25 +479,23 @@ void wait_for_block(Line line) {
 uint64_t meet(Meeting kind, unsigned mask, uint64_t value, int from, Line line) {
   Fiber& me = *machine.running;
   const unsigned base = me.number / 32 * 32;
-  const std::string at = "line " + std::to_string(line.number) + ": ";
-  if (!(mask >> me.lane() & 1)) fail(at + thread_name(me) + " is not in the mask that it names");
+  const auto refuse = [&](const std::string& text) { fail("line " + std::to_string(line.number) + ": " + text); };
+  if (!(mask >> me.lane() & 1)) refuse(thread_name(me) + " is not in the mask that it names");
   if (kind == SHUFFLE && (from < 0 || from > 31 || !(mask >> from & 1)))
-    fail(at + thread_name(me) + " reads from lane " + std::to_string(from) + ", which is not in the mask");
-  me.meeting = kind, me.mask = mask, me.value = value, me.line = line, me.state = AT_MEETING;
+    refuse(thread_name(me) + " reads from lane " + std::to_string(from) + ", which is not in the mask");
+  if (base + 31 - unsigned(__builtin_clz(mask)) >= machine.fibers.size()) refuse("the mask names lanes beyond the block");
+  me.meeting = kind, me.mask = mask, me.value = value, me.from = from, me.line = line, me.state = AT_MEETING;
   bool all = true;
-  for (unsigned i = 0; i < 32; i++) {
+  for (unsigned k = 1; all && k < 32; k++) {  // the next lane first: it comes last, or next
+    const unsigned i = (me.lane() + k) % 32;
     if (!(mask >> i & 1)) continue;
-    if (base + i >= machine.fibers.size()) fail(at + "the mask names lanes beyond the block");
     const Fiber& other = machine.fibers[base + i];
     // A lane that waits elsewhere may come later; if it never does, `pass_barrier` says so.
-    all &= other.state == AT_MEETING && other.mask == mask && other.meeting == kind && other.line.number == line.number;
+    all = other.state == AT_MEETING && other.mask == mask && other.meeting == kind && other.line.number == line.number;
   }
   if (all) pass_meeting(base, mask, kind);
   to_host();
-  if (kind == SHUFFLE) return me.received[from];
-  uint64_t votes = 0;
-  for (unsigned i = 0; i < 32; i++) votes |= uint64_t(me.received[i] != 0) << i;
-  return votes;
+  return me.received;
 }
 
 void access(const void* to, size_t size, bool write, const void* from) {
@@ -501,6 +518,7 @@ void access(const void* to, size_t size, bool write, const void* from) {
   const Mark mine{machine.block_number, fiber->warp(), 1u << fiber->lane(), machine.epoch,
                   machine.meetings[fiber->warp()], instruction};
   const size_t first = size_t(address - region->first);
+  region->used_from = std::min(region->used_from, first), region->used_to = std::max(region->used_to, first + size);
   for (size_t at = first; at < first + size; at++) {
     Byte& byte = region->bytes[at];
     if (!ordered(byte.write, *fiber)) return race(*region, at, byte.write, true, write, instruction);
@@ -544,11 +562,22 @@ int run(const void* kernel, const Configuration& c, void (*body)(const void*), c
   add(Region::SHARED, machine.dynamic_shared.get(), c.shared, "dynamic shared memory");
   add(Region::SHARED, machine.module.zeroed, size_t(machine.module.last - machine.module.zeroed), "shared memory");
   add(Region::ARGUMENTS, arguments, bytes, "the arguments");
+  for (Region& region : machine.regions) {
+    if (region.kind != Region::SHARED) continue;
+    std::memset(region.first, 0xff, region.size);
+    if (region.first == machine.module.zeroed) region.bytes.swap(machine.unused_bytes);
+    if (machine.checks) region.bytes.resize(region.size);
+  }
   const uint64_t blocks = uint64_t(c.grid.x) * c.grid.y * c.grid.z;
   for (uint64_t number = 0; number < blocks && machine.error.empty(); number++) {
     begin_block(number);
     run_block();
     count_requests();
+  }
+  for (Region& region : machine.regions) {
+    if (region.kind != Region::SHARED) continue;
+    forget_accesses(region);
+    if (region.first == machine.module.zeroed) region.bytes.swap(machine.unused_bytes);
   }
   machine.regions.resize(buffers);
   for (Region& region : machine.regions)  // the next launch comes after this one
