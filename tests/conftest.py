@@ -115,8 +115,8 @@ def schedule_as_batch() -> None:
 def collect_from_the_end(config: pytest.Config) -> None:
     """Makes every second worker collect the files of `testpaths` in reverse order.
 
-    In a new clone, pytest first rewrites the assertions of each file and stores the bytecode. Workers that
-    begin at both ends find half of it stored by the other, which saves 4 s per worker.
+    In a new clone, pytest rewrites the assertions of each file and stores the bytecode. Workers that
+    start at opposite ends each rewrite about half of the files, which saves 2 to 4 s per worker.
     """
     number = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     if int(number) % 2 and config.args == config.getini("testpaths"):

@@ -129,7 +129,7 @@ struct Machine {
   uint32_t traced_blocks = 0;
   std::vector<Request> requests;
   std::vector<std::vector<uint32_t>> rounds;  // of each instruction and thread; empty where it has not run
-  std::vector<Byte> unused_bytes;  // of a module's shared memory, for the next launch: making them takes long
+  std::vector<Byte> unused_bytes;  // marks of a module's shared memory, which the next launch reuses
   Counts counts{};
   std::string error;
 };
@@ -441,7 +441,7 @@ cudaError_t refused(const Configuration& c, const void* kernel) {
   return c.shared > std::max(SHARED_WITHOUT_ASKING, most) ? cudaErrorInvalidValue : cudaSuccess;
 }
 
-// Has nothing of shared memory be written. What no checked access has reached cannot be read before it is written.
+// Marks shared memory as not written. Only the range of checked accesses is cleared: reads outside of it are refused anyway.
 void forget_accesses(Region& region) {
   if (!machine.checks) std::memset(region.first, 0xff, region.size);
   if (region.used_from >= region.used_to) return;
