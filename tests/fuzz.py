@@ -460,15 +460,14 @@ def train(
 
 def _fail(trial: Trial, step: int, engine: Engine) -> None:
     """Runs a step that raises an error, and one that is skipped, because a token is invalid."""
-    bad = _batch(trial, step, engine)
+    usual = _batch(trial, step, engine)
     try:
-        engine.step({name: values[:, :0] for name, values in bad.items()})
+        engine.step({name: values[:, :0] for name, values in usual.items()})
     except ValueError:
         pass
     else:
         raise AssertionError("a step without tokens raised no error")
-    bad["tokens"][-1, -1] = VOCAB
-    metrics = engine.step(bad)
+    metrics = engine.step(_batch(trial, step, engine, invalid=True))
     try:
         print(metrics.loss)
     except DataError:
@@ -476,11 +475,16 @@ def _fail(trial: Trial, step: int, engine: Engine) -> None:
     raise AssertionError("a step with an invalid token raised no error")
 
 
-def _batch(trial: Trial, step: int, engine: Engine) -> dict[str, torch.Tensor]:
-    """Returns this data rank's rows of a batch."""
+def _batch(
+    trial: Trial, step: int, engine: Engine, invalid: bool = False
+) -> dict[str, torch.Tensor]:
+    """Returns this data rank's rows of a batch; if `invalid`, the batch's last token is invalid."""
     turn = step % 3 if trial.sizes else 1
     rows = trial.keys["train"]["global_batch"] * (2 if turn == 2 and step >= 100 else 1)
     whole = batch(step, rows)
+    if invalid:
+        # before rows are given to ranks, because the next step of 2bw reports the norm of this one
+        whole["tokens"][-1, SEQ // 2 - 1 if turn == 0 else -1] = VOCAB
     if trial.gaps:
         whole["labels"][slice(None) if step == 1 else slice(1, None, 2)] = -100
     if trial.documents:
