@@ -1,9 +1,8 @@
 """Updates during the backward: a bucket is updated as soon as its gradient is complete.
 
     early.begin()                   before a step: discards updates of an interrupted step
-    early.take(bucket, gradient)    called with the complete gradient of each bucket, in the order
-                                    of `Layout.buckets`; returns whether the bucket will be updated
-                                    during the backward
+    early.take(bucket, gradient)    called with the complete gradient of each bucket; returns
+                                    whether the bucket will be updated during the backward
     early.progress()                called between backwards: starts to read states for the next
                                     updates, and updates the buckets whose states have been read
     done = early.end(now)           ends the step; returns the states that were updated during the
@@ -27,7 +26,7 @@ therefore receive the parameters that this part updates one step late.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,9 +42,11 @@ class Early:
     """Updates buckets during the backward, if their states and parameters are on a drive.
 
     Args:
-        states: states of the optimizer, in the order in which their gradients are completed.
+        states: states of the optimizer. Gradients must be completed layer by layer, in the order of
+            these states. Within a layer they may be completed in any order: the gradients of
+            experts have a launch queue of their own.
         max_pending: largest number of gradients that may wait in the queue. If the queue is longer,
-            `take` updates the oldest buckets.
+            `take` updates the first buckets.
         clips: whether gradient clipping is enabled.
         guess: function that returns the scalars of the next update, on the host, under the
             assumption that the step is neither clipped nor skipped.
@@ -62,8 +63,7 @@ class Early:
         self._states = {state.bucket: state for state in states if early_storages(state)}
         self._last_guess_right = True
         self._guess: StepScalars | None = None  # guessed scalars of this step; None between steps
-        # queued gradients with their states, oldest first
-        self._pending = deque[tuple[State, DriveBuffer]]()
+        self._pending: dict[State, DriveBuffer] = {}  # gradients that wait for their update
         self._reads = fetched_in_turn(())
         # the state that is updated next, and its staged buffers
         self._next: tuple[State, dict[str, StagedBuffer]] | None = None
@@ -83,7 +83,7 @@ class Early:
         self._guess = None
         self._done.clear()
         while self._pending:
-            self._pending.popleft()[1].drop()
+            self._pending.popitem()[1].drop()
         self._reads.close()
         if self._next is not None:
             drop_all(self._next[1])
@@ -106,7 +106,7 @@ class Early:
         assert isinstance(gradient, DriveBuffer)
         if self.clips:
             gradient.write()  # if the step is clipped, its update reads the gradient again
-        self._pending.append((self._states[bucket], gradient))
+        self._pending[self._states[bucket]] = gradient
         self.progress()
         while len(self._pending) > self.max_pending:
             self._update()
@@ -154,22 +154,24 @@ class Early:
         """Returns whether the next update can run without waiting for the drive."""
         self._read_ahead()
         assert self._next is not None
-        buffers = (self._pending[0][1], *self._next[1].values())
+        state, staged = self._next
+        if state not in self._pending:
+            return False
+        buffers = (self._pending[state], *staged.values())
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
 
     def _update(self) -> None:
-        """Updates the bucket of the oldest queued gradient.
+        """Updates the bucket that comes next in the order of states.
 
-        The new values are written to the second regions of the state's storages. The first regions
-        keep the old values, which are needed if the guess was wrong.
+        Its gradient must be queued. It is if the queue holds more than `max_pending` gradients, or
+        all gradients of the step. The new values are written to the second regions of the state's
+        storages. The first regions keep the old values, which are needed if the guess was wrong.
         """
         self._read_ahead()
-        state, gradient = self._pending.popleft()
         assert self._guess is not None
         assert self._next is not None
-        assert self._next[0] is state  # gradients and states have the same order of buckets
-        buffers, self._next = self._next[1], None
-        buffers[GRADIENT] = gradient
+        (state, buffers), self._next = self._next, None
+        buffers[GRADIENT] = self._pending.pop(state)
         try:
             self.apply(state, buffers, self._guess, not state.shared)
             while buffers:
