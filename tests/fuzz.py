@@ -561,7 +561,8 @@ def outcome(trial: Trial, folder: Path) -> Outcome:
         reasons = (
             "ConfigError: ",
             "ModelError: ",
-            "--parallel.cp-heads ",
+            " context ranks: use --parallel.cp",
+            "so context parallelism can only divide its heads",
             "the batch has 'documents': ",
         )
         refused = all(any(map(text.count, reasons)) for text in error.failures.values())

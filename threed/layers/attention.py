@@ -47,6 +47,10 @@ def _name_of(core: Core) -> str:
     return getattr(core, "__name__", type(core).__name__)
 
 
+def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
 def check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Slicing) -> None:
     """Raises ValueError if attention cannot be split over the context ranks.
 
@@ -59,10 +63,12 @@ def check_context(name: str, heads: int, kv_heads: int, core: Core, slicing: Sli
     """
     context = slicing.context
     u = context.heads.size
-    if heads % u or (kv_heads % u and u % kv_heads):
+    if not _divides(u, heads, kv_heads):
+        sizes = [n for n in range(1, u) if context.size % n == 0 and _divides(n, heads, kv_heads)]
+        flag = "cp-heads" if isinstance(core, RingCore) else "cp"
         raise ValueError(
             f"{name}: {heads} heads and {kv_heads} key/value heads of a tensor rank cannot be divided over"
-            f" {u} context ranks: use another --parallel.cp-heads"
+            f" {u} context ranks: use --parallel.{flag} {max(sizes)}"
         )
     if context.ring.size > 1 and not isinstance(core, RingCore):
         raise ValueError(f"{name}: {NEEDS_HEADS.format(cp=context.size)}")
