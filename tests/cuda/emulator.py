@@ -44,7 +44,7 @@ COMMON = (
     "-Wall",
     "-Wextra",
     "-Wno-unknown-pragmas",
-    f"-I{HERE / 'include'}",
+    "-Iinclude",  # relative to HERE, so that clones share what is built
 )
 # -fno-tree-sra: a copy of 16 bytes stays one access. -fno-gnu-unique: two libraries do not share a kernel's variables.
 KERNEL = (
@@ -332,7 +332,7 @@ def _made(name: str, command: list[str]) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             out = Path(place) / name
             done = subprocess.run(
-                [*command, "-o", str(out)], capture_output=True, text=True, check=False
+                [*command, "-o", str(out)], cwd=HERE, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, done.stderr
             assert not done.stderr, done.stderr  # warnings are errors
