@@ -19,7 +19,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -252,18 +252,20 @@ def kernels() -> Path:
     return build()
 
 
-def build(changed: dict[str, str] | None = None, *, only: bool = False) -> Path:
-    """The library of all kernels, with the texts of `changed` in place of those sources; or of these `only`."""
-    changed = changed or {}
-    texts = {
-        path.name: path.read_text() for path in sorted(SOURCES.iterdir()) if not only
-    } | changed
+def build(changed: dict[str, str] | None = None, *, only: Sequence[str] = ()) -> Path:
+    """Builds the library of all kernels, or of the kernels of some sources.
+
+    Args:
+        changed: texts by file name; they replace the files of csrc/cuda, or are further files.
+        only: file names of the sources; () for all sources.
+
+    Returns:
+        The path of the library.
+    """
+    texts = {path.name: path.read_text() for path in sorted(SOURCES.iterdir())} | (changed or {})
     headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
-    headers |= {path.name: path.read_text() for path in SOURCES.glob("*.cuh") if only}
-    objects = [
-        _compile(name, text, headers) for name, text in texts.items() if name.endswith(".cu")
-    ]
-    parts = [*objects, _runtime_path()]
+    sources = only or [name for name in texts if name.endswith(".cu")]
+    parts = [*(_compile(name, texts[name], headers) for name in sources), _runtime_path()]
     return _made(f"kernels-{_hash(*(part.name for part in parts))}.so", _command("-shared", *parts))
 
 

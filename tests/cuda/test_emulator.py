@@ -37,7 +37,7 @@ FAULTS = {
 @functools.cache
 def library() -> Path:
     return emulator.build(
-        {"planted.cu": (Path(__file__).parent / "planted.cu").read_text()}, only=True
+        {"planted.cu": (Path(__file__).parent / "planted.cu").read_text()}, only=["planted.cu"]
     )
 
 
