@@ -39,7 +39,7 @@ COMPILER = shutil.which("g++")
 COMMON = (
     "-std=c++20",
     "-g1",
-    "-O2",
+    "-O1",
     "-fPIC",
     "-Wall",
     "-Wextra",
