@@ -443,7 +443,11 @@ def refused() -> Iterator[tuple[str, Callable[[], Any]]]:
         r"pairs of all 4 elements of rope_dim: .* rotary=frequencies\(theta, rope_dim\)",
         lambda: build(rotary=frequencies(1e4, 10, part=0.2)),
     )
-    yield r"over 3 context ranks: use --parallel.cp-heads 1", lambda: build(Slicing(context=heads))
+    yield r"over 3 context ranks: use --parallel.cp-heads 1$", lambda: build(Slicing(context=heads))
+    yield (
+        r"over 3 context ranks: use --parallel.cp 1$",
+        lambda: build(Slicing(context=heads), core=lambda q, k, v: v),
+    )
 
 
 def test_layers_that_would_be_wrong_are_refused() -> None:
