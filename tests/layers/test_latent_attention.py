@@ -446,7 +446,7 @@ def refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield r"over 3 context ranks: use --parallel.cp-heads 1$", lambda: build(Slicing(context=heads))
     yield (
         r"over 3 context ranks: use --parallel.cp 1$",
-        lambda: build(Slicing(context=heads), core=lambda q, k, v: v),
+        lambda: layers.Attention("a", HIDDEN, 4, Slicing(context=heads), core=lambda q, k, v: v),
     )
 
 
