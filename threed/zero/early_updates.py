@@ -45,8 +45,9 @@ class Early:
         states: states of the optimizer. Gradients must be completed layer by layer, in the order of
             these states. Within a layer they may be completed in any order: the gradients of
             experts have a launch queue of their own.
-        max_pending: largest number of gradients that may wait in the queue. If the queue is longer,
-            `take` updates the first buckets.
+        max_pending: largest number of gradients that may wait in the queue: the number of buckets
+            of the layer that has most. If more gradients wait, `take` updates the buckets that come
+            first.
         clips: whether gradient clipping is enabled.
         guess: function that returns the scalars of the next update, on the host, under the
             assumption that the step is neither clipped nor skipped.
