@@ -36,6 +36,7 @@ from threed.models.custom import ForwardError
 from threed.ops import attention, attention_costs, grouped
 from threed.ops.grouped import Groups
 from threed.ops.matmul import NATIVE, Matmul
+from threed.pipeline import meta_results
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
 from threed.pipeline.operations import Operation, Recorder
@@ -186,7 +187,7 @@ class Watch(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = meta_results.run(func, args, kwargs or {})
         if (formula := formula_of(func._overloadpacket)) is not None:
             # The argument `out_dtype` is removed, because torch's FLOP formulas do not accept it.
             known = [arg for arg in args if not isinstance(arg, torch.dtype)]
