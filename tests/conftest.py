@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import gc
 import os
 import re
@@ -167,13 +168,33 @@ NEXT = (
 )  # fmt: skip
 
 
+def move_seldom_variants_to_the_grid(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Marks the variants that are named by `@pytest.mark.seldom(...)` with `grid`.
+
+    Raises:
+        pytest.UsageError: if a name matches no variant.
+    """
+    unused: dict[str, set[str]] = {}  # names without a variant, by test function
+    for item in items:
+        if (mark := item.get_closest_marker("seldom")) is None or not hasattr(item, "callspec"):
+            continue
+        matching = {name for name in mark.args if fnmatch.fnmatchcase(item.callspec.id, name)}
+        if matching:
+            item.add_marker(pytest.mark.grid)
+        unused.setdefault(item.nodeid.partition("[")[0], set(mark.args)).difference_update(matching)
+    if any(unused.values()) and not any("::" in arg for arg in config.args):
+        wrong = [f"{test}: no variant {sorted(names)}" for test, names in unused.items() if names]
+        raise pytest.UsageError("\n".join(wrong))
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     places = {name: place for place, name in enumerate((*LONGEST, *NEXT))}
     items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.path))
     for item in items:
         if item.path.stem in LONGEST:
             item.add_marker(pytest.mark.slow)
+    move_seldom_variants_to_the_grid(items, config)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

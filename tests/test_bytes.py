@@ -422,6 +422,7 @@ def planned_in(name: str) -> list[dict[str, int]]:
     return [rank.sends for rank in Forecast.of(config_of(CASES[name]), CASES[name].world).ranks]
 
 
+@pytest.mark.seldom("tp2", "pp3 dp2 zero 3, fewer*")
 @pytest.mark.parametrize("name", marked(CASES))
 def test_counted_bytes_are_the_formulas(name: str) -> None:
     """They are equal on every rank and axis.

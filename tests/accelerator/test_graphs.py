@@ -75,6 +75,7 @@ def check(case: Case) -> Device:
     return device
 
 
+@pytest.mark.seldom("*model='llama',*")
 @pytest.mark.parametrize(
     "case",
     [
@@ -106,6 +107,7 @@ def captured(built: Any = None, steps: int = 5, **changes: Any) -> Pretend:
         return device
 
 
+@pytest.mark.seldom("{}")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -192,6 +194,16 @@ def planted(wrong: Any) -> Any:
     return lambda slicing: faults_of_steps.PlantedModel(config, slicing, wrong)
 
 
+@pytest.mark.seldom(
+    "waits",
+    "asks_an_event",
+    "makes_a_process_group",
+    "reads_the_state*",
+    "page_locks",
+    "communicates",
+    "selects",
+    "copies_to_the_host",
+)
 @pytest.mark.parametrize("wrong", PLANTED)
 def test_the_recorder_finds(wrong: Any) -> None:
     """What threed's own check would refuse before the capture is captured here."""

@@ -113,6 +113,7 @@ FAULTS: list[tuple[Plant, bool]] = [
 ]
 
 
+@pytest.mark.seldom("_read: item*")
 @pytest.mark.parametrize(("plant", "at_once"), FAULTS, ids=named)
 def test_a_missing_wait_is_found(plant: Plant, at_once: bool, tmp_path: Path) -> None:
     config = config_of(Case(bucket_mib=0.03, dtype="bf16"))

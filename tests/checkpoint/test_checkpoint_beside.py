@@ -633,6 +633,7 @@ def go_on(folder: Path, case: Case) -> list[list[float]]:
 MOMENTS_IN_GRID = ("copying", "before the first rank looks")
 
 
+@pytest.mark.seldom("the manifest is written")
 @pytest.mark.parametrize(
     "moment",
     [

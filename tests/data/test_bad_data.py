@@ -103,6 +103,7 @@ def look_at_all(cases: Sequence[Case], folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.seldom("1-cases0")
 @pytest.mark.filterwarnings("ignore:a step was skipped")
 @pytest.mark.parametrize(("world", "cases"), often_and_in_the_grid())
 def test_invalid_ids_and_batches_without_labels_change_nothing(

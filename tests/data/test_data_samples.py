@@ -47,6 +47,7 @@ def test_permutation_does_not_touch_its_argument() -> None:
     assert np.array_equal(index, identity(1000))
 
 
+@pytest.mark.seldom("2", "5", "7", "30")
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 16, 30])
 def test_every_window_comes_equally_often_at_every_position(size: int) -> None:
     epochs = 3000

@@ -174,6 +174,7 @@ def all_of_a_stage(stage: int) -> dict[str, Weights]:
     }
 
 
+@pytest.mark.seldom("0", "1")
 @pytest.mark.parametrize("stage", range(4))
 def test_a_step_that_is_given_up_leaves_nothing_behind(stage: int) -> None:
     want = plain()

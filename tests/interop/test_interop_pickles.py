@@ -290,6 +290,7 @@ BOMBS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.seldom("texts-10", "copies of arguments-10")
 @pytest.mark.parametrize("share", [10, pytest.param(1, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("kind", BOMBS)
 def test_bombs_are_refused_within_bounds_of_memory(kind: str, share: int, tmp_path: Path) -> None:

@@ -384,6 +384,7 @@ def test_planted_faults_are_found(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- forecasts, compile, errors
 
 
+@pytest.mark.seldom("dtype0-ops0", "dtype1-ops1")
 @pytest.mark.parametrize("ops", [(), ("attention",), ("attention", "activation", "norm")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_memory_and_flops_are_as_traced(dtype: torch.dtype, ops: tuple[str, ...]) -> None:

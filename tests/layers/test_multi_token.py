@@ -210,6 +210,7 @@ def truths() -> dict[Kind, Truth]:
     return {kind: truth_of(kind) for kind in KINDS}
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_training_equals_plain_pytorch(world: int, truths: dict[Kind, Truth]) -> None:
     names = [name for name in EVERYDAY if PLACES[name].world == world]
@@ -424,6 +425,7 @@ FORECASTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize(
     ("world", "forecasts"),
     [

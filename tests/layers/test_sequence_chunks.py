@@ -77,6 +77,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.seldom("shape2-False")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((1, 4), marks=pytest.mark.grid), (2, 2)])
 def test_chunks_and_gathered_inputs_equal_one_process(shape: tuple[int, int], every: bool) -> None:

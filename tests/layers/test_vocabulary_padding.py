@@ -91,6 +91,7 @@ def load(folder: Path, case: Case) -> dict[str, Tensor]:
     return engine.full_state_dict()
 
 
+@pytest.mark.seldom("saved0*", "saved2*")
 @pytest.mark.parametrize(
     ("saved", "loaded"), [((2, 8), (1, 0)), ((1, 0), (4, 8)), ((2, 8), (4, 16)), ((4, 8), (2, 0))]
 )

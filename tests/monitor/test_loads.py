@@ -26,6 +26,7 @@ def record(folder: Path, steps: range, layers: int, experts: int, start: int = 0
     return notes
 
 
+@pytest.mark.seldom("58-256", "200-512")
 @pytest.mark.parametrize(("layers", "experts"), [(58, 256), (48, 128), (200, 512)])
 def test_the_file_has_a_bounded_size(tmp_path: Path, layers: int, experts: int) -> None:
     record(tmp_path, range(1, 2001), layers, experts)

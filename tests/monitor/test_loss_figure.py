@@ -170,6 +170,7 @@ def test_validation_without_training_loss_is_drawn(drawn: Drawn) -> None:
     assert legend(figure) == ["validation"]
 
 
+@pytest.mark.seldom("40")
 @pytest.mark.parametrize("count", [1, 12, 40])
 def test_figures_of_a_run_have_the_style(tmp_path: Path, count: int) -> None:
     rows = [row(step) for step in range(1, count + 1)]

@@ -323,6 +323,9 @@ FLEX: list[BlockPattern] = [
 ]
 
 
+@pytest.mark.seldom(
+    "FixedPattern-torch.float32*", "FixedPattern-torch.float64_2", "BigBirdPattern-torch.float32*"
+)
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     ("pattern", "dtype"),

@@ -229,6 +229,7 @@ def check_spans(spans: Sequence[tuple[Action, float, float]], plan: Plan, rank: 
     assert all(end <= start for (_, _, end), (_, start, _) in pairwise(spans))
 
 
+@pytest.mark.seldom("3-gloo")
 @pytest.mark.parametrize(
     ("stages", "transport"),
     [

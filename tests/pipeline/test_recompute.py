@@ -64,6 +64,7 @@ SHAPES = {
 ALWAYS = ((1, 1, 1), (1, 2, 1), (2, 1, 2))
 
 
+@pytest.mark.seldom("pp1-dp2-tp1")
 @pytest.mark.parametrize(
     "shape",
     [pytest.param(s, marks=() if s in ALWAYS else pytest.mark.grid) for s in SHAPES],

@@ -252,6 +252,7 @@ def sent_over_tp(cases: list[Case]) -> list[int]:
     return found
 
 
+@pytest.mark.seldom("False-1")
 @pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_recompute_sends_again_is_planned(sequence: bool, pp: int) -> None:

@@ -160,6 +160,7 @@ SKIPS = [
 ]
 
 
+@pytest.mark.seldom("case6*")
 @pytest.mark.parametrize(
     ("case", "where", "value"),
     [

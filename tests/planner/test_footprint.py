@@ -185,6 +185,7 @@ SMALL = {
 }  # 1.0 M: a few tens of kilobytes are a percent
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_peak_is_that_of_live_storages(world: int) -> None:
     """In every twentieth case."""

@@ -172,6 +172,7 @@ def test_the_cases_are_many_and_differ() -> None:
 WORLDS = sorted({pp * dp * tp for pp, dp, tp in SETTINGS["grid"]})
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize(
     "world", [pytest.param(n, marks=pytest.mark.grid if n > 2 else ()) for n in WORLDS]
 )

@@ -177,6 +177,7 @@ def often_and_in_the_grid() -> list[Any]:
     return [*OFTEN.items(), *grid]
 
 
+@pytest.mark.seldom("1-cases0")
 @pytest.mark.parametrize(("world", "cases"), often_and_in_the_grid())
 def test_what_is_not_finite_is_skipped_alike_and_ends_a_run(world: int, cases: list[Case]) -> None:
     """Over stages of ZeRO, offload, delayed and optimistic updates, pipelines (2bw too), tensor ranks, formats."""
@@ -661,6 +662,7 @@ def spiking(case: Case, folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.seldom("case1")
 @pytest.mark.parametrize(
     "case",
     [

@@ -129,6 +129,7 @@ def _makespan(costs: Costs, lines: tuple[tuple[str, ...], ...]) -> float:
     return max(now) if all(at[rank] == len(lines[rank]) for rank in range(p)) else float("inf")
 
 
+@pytest.mark.seldom("12-12-*", "12-24-*", "12-48-*")
 @pytest.mark.parametrize(
     ("p", "m", "times", "limit", "theirs"),
     [

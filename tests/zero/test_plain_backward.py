@@ -147,6 +147,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.grid), 2, 3])
 def test_plain_backwards_train_as_plain_pytorch(stage: int) -> None:
     found = run_ranks(RANKS, train_all, stage)[0]

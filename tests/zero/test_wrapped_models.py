@@ -372,6 +372,7 @@ def taught(
     return (losses + ends[::2], engine.full_state_dict()), again.full_state_dict()
 
 
+@pytest.mark.seldom("in place")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_teacher_that_follows_in_the_forward(way: str) -> None:
     want = plain_steps(made(lambda: Taught(way)), pairs())
@@ -406,6 +407,7 @@ def between(way: str, stage: int, whole: bool) -> Result:
     return losses, engine.full_state_dict()
 
 
+@pytest.mark.seldom("in place")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_teacher_that_follows_between_steps(way: str) -> None:
     want = plain_steps(made(lambda: Taught(way, inside=False)), pairs(), Taught.follow)

@@ -164,6 +164,7 @@ FOUR = [
 OFTEN, OTHERS = ([FOUR[n] for n in some] for some in ((0, 4, 7, 10), (1, 2, 3, 5, 6, 8, 9)))
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize(
     ("world", "cases"),
     [(2, TWO), (4, OFTEN), pytest.param(4, OTHERS, marks=pytest.mark.grid)],

@@ -134,6 +134,7 @@ def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
 
 
 # What gloo has not let go of comes on top: a bucket or so.
+@pytest.mark.seldom("2-2")
 @pytest.mark.parametrize(
     ("world", "stage"),
     [
@@ -223,6 +224,7 @@ def test_nothing_grows_over_1200_steps(stage: int) -> None:
         assert grown < 4 * 2**20, f"{grown / 2**20:.1f} MiB in 280 steps"
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.grid), 2, 3])
 def test_no_storage_is_left_after_20_steps(stage: int) -> None:
     for before, after, _ in run_ranks(2, check_no_leak, stage, 20):

@@ -40,6 +40,7 @@ def built_at(name: str, stages: tuple[int, ...]) -> list[tuple[dict[str, Tensor]
     return [built(name, stage) for stage in stages]
 
 
+@pytest.mark.seldom("llama", "bert")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_weights_whatever_the_stage_and_the_ranks(name: str) -> None:
     (first, loss), *others = built_at(name, (0,)) + run_ranks(2, built_at, name, (0, 1, 3))[0]

@@ -75,6 +75,12 @@ OTHER_CASES = [
 ]
 
 
+@pytest.mark.seldom(
+    "*pp=1, dp=1, tp=1, model='gpt', sequence=False, zero=1*",
+    "*pp=1, dp=2, tp=1, model='gpt', sequence=False, zero=1*",
+    "*pp=1, dp=2, tp=1, model='gpt', sequence=False, zero=3, schedule='1f1b', microbatches=3, dropout=0.0, dtype='bf16'*",
+    "*pp=1, dp=4, tp=1*",
+)
 @pytest.mark.parametrize(
     ("case", "places"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.grid) for case in OTHER_CASES)],

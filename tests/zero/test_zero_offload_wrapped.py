@@ -251,6 +251,7 @@ FP64 = [
 ]  # fmt: skip
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize(
     ("world", "cases"),
     [

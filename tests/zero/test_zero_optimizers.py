@@ -136,6 +136,7 @@ def cases_of(shape: tuple[int, int, int]) -> list[Case]:
     ]
 
 
+@pytest.mark.seldom("(1, 2, 1)")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_optimizer_with_groups_equals_one_process(shape: tuple[int, int, int]) -> None:
     """Stages 0 to 3, on more than two ranks 1 and 3, with clipping; a bucket holds parts of several parameters."""

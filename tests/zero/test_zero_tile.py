@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.seldom("*model='qwen-tied'*", "*offload_params='cpu'*")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tiles_come_one_by_one_and_change_nothing(case: Case) -> None:
     ((truth, _),) = run_ranks(1, train_and_watch, case.truth)
