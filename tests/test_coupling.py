@@ -63,6 +63,7 @@ STATE: dict[str, str] = {
     "schedules.registry: _SCHEDULES": "schedules of the user, added before a configuration is read",
     "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",
     "testing.ranks: _preloaded": "modules that processes are forked with",
+    "pipeline.meta_results: _known": "results of operations, which depend on their arguments only",
     "zero.contributions: _running": "autograd's engine is per process, too",
 }
 CHANGES = {
