@@ -229,6 +229,7 @@ WRONG = {
 }
 
 
+@pytest.mark.seldom("the step is not*", "contributions are not*")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_replay_is_found(wrong: str) -> None:
     # Only dropout depends on the step; its many operations take most of the time.

@@ -504,6 +504,7 @@ EXPERT_PAIRS = Case(
 )
 
 
+@pytest.mark.seldom("case0-tp")
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -190,6 +190,7 @@ def test_a_pair_computes_while_the_other_member_communicates() -> None:
     assert turns >= 6
 
 
+@pytest.mark.seldom("on_one_stream")
 @pytest.mark.parametrize(
     "plant", [one_communicator_for_both_streams, forward_before_backward, on_one_stream]
 )

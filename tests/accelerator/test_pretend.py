@@ -155,6 +155,7 @@ def test_neither_does_a_step_in_a_covering_set(seed: int) -> None:
         check_case(case, number + seed)
 
 
+@pytest.mark.seldom("*'grad_dtype': 'bf16'*", "*'schedule': 'gpipe'*")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -248,6 +249,7 @@ def test_a_step_without_a_planted_fault_has_none() -> None:
     assert device.faults == device.waits == []
 
 
+@pytest.mark.seldom("0-llama-1")
 @pytest.mark.parametrize(
     ("rank", "model", "heads"), in_turns(4, [0, 5], ["llama", "gemma2"], [1, 2, 4])
 )
@@ -260,6 +262,7 @@ def test_context_parallelism_reads_and_mixes_nothing(rank: int, model: str, head
     check(config_of(case), case.world, rank, waits=False)
 
 
+@pytest.mark.seldom("False")
 @pytest.mark.parametrize("flexible", [True, False])
 def test_block_sparse_attention_reads_nothing_once_its_lists_are_made(flexible: bool) -> None:
     """With FlexAttention, whose lists are copied to the device in the first step, and without it."""
@@ -276,6 +279,7 @@ def test_block_sparse_attention_reads_nothing_once_its_lists_are_made(flexible: 
     assert device.faults == device.waits == []
 
 
+@pytest.mark.seldom("none-Biased")
 @pytest.mark.parametrize(
     ("recompute", "model"), in_turns(3, ["none", "full"], ["Biased", "Chosen"])
 )
@@ -298,6 +302,7 @@ def test_the_sizes_of_experts_are_read_once_per_layer_and_forward(
     assert reads == [0, 2 * 2]  # two micro-batches, two layers with experts
 
 
+@pytest.mark.seldom("0.0")
 @pytest.mark.parametrize("capacity", [0.0, 1.5])
 def test_with_a_room_nothing_is_read(capacity: float) -> None:
     """The room grows by what is read once per step, of the step before the last one."""

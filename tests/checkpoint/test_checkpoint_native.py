@@ -472,6 +472,7 @@ def after_death(folder: Path, again: str) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.seldom("writing-step-1", "renaming-step-1")
 @pytest.mark.parametrize("again", ["step-2", "step-1"])
 @pytest.mark.parametrize("moment", ["writing", "renaming"])
 def test_kill_9_in_the_middle_of_a_save_leaves_the_previous_checkpoint(

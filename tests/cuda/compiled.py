@@ -75,7 +75,8 @@ def listing(source: Path, architecture: str) -> str:
     assert tool is not None
     target = ARCHITECTURES[architecture]
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))]
-    parts = [*command, *CHECKED, target, version(), tool, str(Path(tool).stat().st_size), *texts]
+    # not the paths of the tools, which are others in each virtual environment
+    parts = [*command[1:], *CHECKED, target, version(), str(Path(tool).stat().st_size), *texts]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     path = cache() / "static" / f"{source.stem}-{architecture}-{key}.sass"
     if not path.exists():

@@ -144,10 +144,12 @@ def accesses(code: Iterable[sass.Instruction]) -> Counter[str]:
 
 
 @functools.cache
-def every() -> list[Kernel]:
-    """All kernels of csrc/cuda for all architectures."""
+def every(*architectures: str) -> list[Kernel]:
+    """Returns all kernels of csrc/cuda for some architectures; by default for all."""
     wanted = [
-        (source, architecture) for architecture in compiled.ARCHITECTURES for source in CUDA.sources
+        (source, architecture)
+        for architecture in architectures or compiled.ARCHITECTURES
+        for source in CUDA.sources
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = list(pool.map(lambda one: compiled.listing(*one), wanted))

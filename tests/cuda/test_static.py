@@ -12,7 +12,11 @@ import pytest
 from tests.cuda import compiled, sass, static
 from tests.cuda.static import Kernel
 
-pytestmark = pytest.mark.skipif(bool(compiled.missing()), reason=compiled.missing() or "-")
+pytestmark = [
+    pytest.mark.skipif(bool(compiled.missing()), reason=compiled.missing() or "-"),
+    # nvcc takes 18 s of CPU time for each architecture
+    pytest.mark.seldom(*(name for name in compiled.ARCHITECTURES if name != "sm_90")),
+]
 
 ISSUE, SPECIAL, FLYING = 0.65, 0.70, 32 << 10
 
@@ -63,7 +67,7 @@ SMALL = (
 
 @pytest.fixture(scope="module", params=compiled.ARCHITECTURES)
 def kernels(request: pytest.FixtureRequest) -> list[Kernel]:
-    found = [kernel for kernel in static.every() if kernel.architecture == request.param]
+    found = static.every(request.param)
     assert {k.plain.split(".")[0] for k in found} == {path.stem for path in static.CUDA.sources}
     return found
 
@@ -105,6 +109,7 @@ def test_enough_is_asked_for_ahead(kernels: list[Kernel]) -> None:
     assert not [(name, flying) for name, flying in budgets.items() if flying < limits[name]]
 
 
+@pytest.mark.grid
 def test_exceptions_are_needed() -> None:
     assert set(BUSY) == {k.name for k in static.every() if k.budget.issue > ISSUE}
     waiting = {k.name for k in static.every() if k.budget.flying < FLYING}

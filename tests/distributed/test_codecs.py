@@ -180,6 +180,7 @@ CASES: dict[int, list[tuple[Case, dict[str, str]]]] = {
 }
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("world", CASES)
 def test_a_run_uses_what_is_decoded(world: int) -> None:
     """Every encoded reduction and gather of two steps, against the twin, on all ranks."""

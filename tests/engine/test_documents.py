@@ -241,6 +241,7 @@ def _passes(engine: Engine, full: dict[str, Tensor]) -> dict[str, Tensor]:
 EVERY_MODEL = ("gpt", "llama", "gemma2", "mistral")
 
 
+@pytest.mark.seldom("1-False*")
 @pytest.mark.parametrize(
     ("tp", "sequence", "models"),
     [

@@ -130,6 +130,7 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], atol: float) -> None:
         torch.testing.assert_close(got[name], weight, rtol=0, atol=atol, msg=f"{name} differs")
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_trains_as_plain_pytorch(world: int) -> None:
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [

@@ -172,6 +172,7 @@ def test_install_as_deepspeed() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.seldom("transformers")
 @pytest.mark.parametrize("before", LATE, ids=["deepspeed", "accelerate", "transformers"])
 def test_installed_too_late(before: str) -> None:
     if "transformers" in before and importlib.util.find_spec("deepspeed") is not None:

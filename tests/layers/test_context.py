@@ -423,6 +423,7 @@ def alone() -> int:
     return forecast_of(1, 1).ranks[0].bytes["activations"]
 
 
+@pytest.mark.seldom("8-1", "4-2")
 @pytest.mark.parametrize(
     ("cp", "heads"),
     [

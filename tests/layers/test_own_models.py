@@ -302,6 +302,7 @@ def train_everywhere(name: str, truth: Result, worlds: list[dict[str, dict[str, 
             compare(got, truth, f"{name}: {groups}")
 
 
+@pytest.mark.seldom("*SlidingWindow*", "*SparseModel*")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_the_same_in_every_third_topology(name: str) -> None:
     """In the first and fourth, the second and fifth, or the others, in turn."""
@@ -322,6 +323,7 @@ def pp_and_tp(name: str, truth: Result) -> None:
         compare(got, truth, name)
 
 
+@pytest.mark.seldom("*SlidingWindow*", "*SparseModel*")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_the_same_where_stages_are_cut_too(name: str) -> None:
     run_ranks(4, pp_and_tp, name, alone(name))

@@ -329,6 +329,7 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> str:
 # --------------------------------------------------------------- forecast, parameter, refusals
 
 
+@pytest.mark.seldom("gemma2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "groups"),

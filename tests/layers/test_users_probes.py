@@ -523,6 +523,7 @@ def others() -> Iterator[Any]:
             yield pytest.param(name, rest, marks=pytest.mark.grid, id=f"{name}-others")
 
 
+@pytest.mark.seldom("three shared layers*", "a part per tensor rank that begins*", "odd shapes")
 @pytest.mark.parametrize(
     ("name", "cases"),
     [*(pytest.param(name, everyday(name), id=name) for name in AGREES), *others()],

@@ -227,6 +227,7 @@ def different_batches(case: Case) -> None:
     assert engine.step(share(same | {"documents": documents}, engine.topology)).loss > 0
 
 
+@pytest.mark.seldom("cp2-tp1")
 @pytest.mark.parametrize(
     "case",
     [Case(tp=2, microbatches=1), Case(cp=2, cp_heads=1, tp=2, dp=2, microbatches=1), Case(cp=2, cp_heads=2, pp=2)],

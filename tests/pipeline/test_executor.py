@@ -290,6 +290,7 @@ def check_gathers(stages: int) -> None:
             assert gatherer.most == planned.most == min(prefetch + 1, len(held))
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_layers_are_gathered_as_often_as_planned(stages: int) -> None:
     run_ranks(stages, check_gathers, stages)

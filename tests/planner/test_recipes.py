@@ -33,6 +33,7 @@ ALWAYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.seldom("qwen3-8b-512", "gemma3-12b*", "qwen3-32b*", "llama3-70b*")
 @pytest.mark.parametrize(
     ("name", "world"),
     [pytest.param(*run, marks=() if run in ALWAYS else pytest.mark.grid) for run in recipes.RUNS],

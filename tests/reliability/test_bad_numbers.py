@@ -802,6 +802,7 @@ def recheck_all(world: int, numbers: Sequence[int]) -> list[str]:
     return [problem for number in numbers for problem in rechecked(ERRING[world][number])]
 
 
+@pytest.mark.seldom("2-numbers0")
 @pytest.mark.parametrize(
     ("world", "numbers"),
     [

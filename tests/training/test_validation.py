@@ -62,6 +62,7 @@ def losses_of(world: int, folder: str, packing: bool) -> list[list[float]]:
     return found
 
 
+@pytest.mark.seldom("False-1")
 @pytest.mark.parametrize(("packing", "world"), in_turns(2, (False, True), list(TOPOLOGIES)))
 def test_each_label_counts_once_in_every_topology(
     packing: bool, world: int, tmp_path: Path

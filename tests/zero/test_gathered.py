@@ -95,6 +95,7 @@ PLACES = {
 }  # fmt: skip
 
 
+@pytest.mark.seldom("ZeRO-0", "ZeRO-2")
 @pytest.mark.parametrize("place", PLACES)
 def test_edits_between_and_within_steps_are_those_of_one_process(place: str) -> None:
     stage, zero = PLACES[place]

@@ -176,6 +176,7 @@ def compare_all(cases: Sequence[Case], folder: str) -> tuple[list[str], list[int
 OFTEN = {2: [WORLDS[2][n] for n in (0, 2)], 4: [WORLDS[4][2]]}
 
 
+@pytest.mark.seldom("2-cases0")
 @pytest.mark.parametrize(
     ("world", "cases"),
     [*OFTEN.items(), *(pytest.param(*world, marks=pytest.mark.grid) for world in WORLDS.items())],

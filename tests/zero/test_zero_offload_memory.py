@@ -49,6 +49,7 @@ def at_rest(case: Case, layers: int) -> tuple[int, int, int]:
         return live.bytes(), drive.nbytes * drive.count, engine.layout.parameters
 
 
+@pytest.mark.seldom("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_with_everything_on_a_drive_memory_does_not_grow_with_the_layers(ranks: int) -> None:
     case = replace(AWAY, dp=ranks)
@@ -197,6 +198,7 @@ def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
     )
 
 
+@pytest.mark.seldom("1-fp32", "2-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_forecast_knows_what_a_delayed_update_takes(ranks: int, dtype: str) -> None:

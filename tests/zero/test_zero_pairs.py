@@ -126,6 +126,7 @@ def kept(world: int) -> list[tuple[Case, list[Kept]]]:
     ]
 
 
+@pytest.mark.seldom("2")
 @pytest.mark.parametrize("world", [2, 4])
 def test_states_are_there_once_and_parameters_twice(world: int) -> None:
     """Each element has its moments on one rank (on every data rank under ZeRO 0), and both ranks of a pair have the

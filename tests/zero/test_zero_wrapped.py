@@ -107,6 +107,7 @@ def run(cases: list[Case]) -> list[tuple[list[float], list[float], dict[str, Ten
     return [train(case) for case in cases]
 
 
+@pytest.mark.seldom("llama")
 @pytest.mark.parametrize("model", MODELS)
 def test_a_transformers_model_trains_as_in_plain_pytorch(model: str) -> None:
     check([Case(model, stage) for stage in (0, 1, 2, 3)], 2)
@@ -130,12 +131,14 @@ FROZEN = [
 ]
 
 
+@pytest.mark.seldom("gpt2-attn")
 @pytest.mark.parametrize(("model", "frozen"), FROZEN)
 def test_frozen_parameters(model: str, frozen: str) -> None:
     plain = [Case(model, stage, frozen=frozen) for stage in (0, 2, 3)]
     check([*plain, Case(model, 3, frozen=frozen, checkpointing="non-reentrant")], 2)
 
 
+@pytest.mark.seldom("odd-embed")
 @pytest.mark.parametrize(
     ("model", "frozen"),
     some_always(
