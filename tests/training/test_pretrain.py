@@ -124,11 +124,15 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
         "figures/loss.svg",
     ):
         assert word in first.stdout, first.stdout
+    assert "--train.stop-after" not in first.stdout.partition("resume     torchrun")[2]
 
     quick = ["--log.wandb", "off", "--checkpoint.export-hf", "false"]
     second = again(folder, 4, "gpt.py", *flags, *quick)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resumed    runs/tiny/checkpoints/step-4" in second.stdout
+    resume = second.stdout.partition("resume     torchrun")[2].splitlines()[0]
+    assert resume.count("--train.steps") == 1
+    assert "--train.steps 12" in resume  # 6 are complete
     assert [row["step"] for row in metrics.read(run / "metrics.jsonl")] == [1, 2, 4, 6]
     assert native.read_manifest(run / "checkpoints" / "step-6")["state"]["consumed"] == 24
 

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from threed.checkpoint.run_folder import resuming_flags
+from threed.config import Config
 from threed.core.disk import why
 from threed.core.messages import counted
 from threed.core.packages import MissingPackageError
@@ -72,8 +73,35 @@ def finish(
         run.note(f"the model writes:\n{text}\n")
     for what, path in made:
         run.note(f"{what:<10} {path}")
-    given = shlex.join([*command, *resuming_flags(config)])
+    given = shlex.join([*further(command, engine.steps, config), *resuming_flags(config)])
     run.note(f"resume     torchrun {_torchrun_flags(engine.topology.world)} {given}")
+
+
+def further(command: Sequence[str], steps: int, config: Config) -> list[str]:
+    """Returns a command that trains further after `steps` steps.
+
+    It is the command of the run without the flag `--train.stop-after`. If the run is complete, the
+    number of steps is doubled.
+
+    Args:
+        command: words of the command line of the run.
+        steps: number of steps that the run has trained.
+        config: the resolved configuration of the run.
+    """
+    words = _without("--train.stop-after", command)
+    if steps < config.train.steps:
+        return words
+    return [*_without("--train.steps", words), "--train.steps", str(2 * config.train.steps)]
+
+
+def _without(flag: str, words: Sequence[str]) -> list[str]:
+    """Returns the words of a command without a flag and its value."""
+    values = [False, *(word == flag for word in words)]
+    return [
+        word
+        for word, is_value in zip(words, values, strict=False)
+        if not (is_value or word == flag or word.startswith(f"{flag}="))
+    ]
 
 
 def _torchrun_flags(world: int) -> str:
