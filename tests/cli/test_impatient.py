@@ -48,6 +48,7 @@ REFUSED = [
     (["report", "none"], "none is not a run folder: it does not exist"),
     (["report", "empty"], "empty is not a run folder: it has no metrics.jsonl"),
     (["report", "my run/checkpoints/step-0"], "did you mean my run?"),
+    (["report", "."], ". is not a run folder: it has no metrics.jsonl; did you mean my run?"),
     (["convert", "none", "out"], "none does not exist"),
     (["convert", "empty", "out"], "empty is not a checkpoint: it has neither manifest.json nor"),
     (["convert", "text.txt", "out"], "text.txt is a file: a checkpoint is a folder"),

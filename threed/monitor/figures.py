@@ -527,8 +527,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """
     source = folder / "metrics.jsonl"
     if not source.exists():
-        parents = [path for path in folder.parents if (path / "metrics.jsonl").exists()]
-        hint = f"; did you mean {parents[0]}?" if parents else ""
+        runs = [path for path in folder.parents if (path / "metrics.jsonl").exists()][:1]
+        runs += sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        more = ", ..." if len(runs) > 4 else ""
+        hint = f"; did you mean {', '.join(map(str, runs[:4]))}{more}?" if runs else ""
         why = "it has no metrics.jsonl" if folder.exists() else "it does not exist"
         raise FileNotFoundError(f"{folder} is not a run folder: {why}{hint}")
     return metrics.read(source)
