@@ -16,6 +16,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -200,6 +201,7 @@ def _stacks(folder: Path, rank: int) -> Path:
 def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> None:
     global _pipe
     _pipe = pipe
+    threading.Thread(target=_end_with_program, daemon=True).start()
     stacks = _stacks(Path(folder), rank).open("w")
     faulthandler.register(_DUMP_STACKS, stacks, all_threads=True)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
@@ -216,6 +218,14 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
         _send(pipe, "failure", (traceback.format_exc(), getattr(error, "report", None)))
     pipe.close()
     os._exit(0)  # exits at once, because gloo's threads may abort a process in a regular exit
+
+
+def _end_with_program() -> None:
+    """Ends this rank when the program that called `run_ranks` has ended, even if it was killed."""
+    program = multiprocessing.parent_process()
+    if program is not None:
+        program.join()
+        os._exit(1)
 
 
 def _send(pipe: Connection, kind: str, value: Any) -> None:
