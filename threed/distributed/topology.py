@@ -410,7 +410,7 @@ class Topology:
     ) -> None:
         """Creates the additional process groups that a model needs. Collective over the world.
 
-        All ranks must pass the same arguments.
+        All ranks must pass the same arguments. If all groups exist, nothing is sent.
 
         Args:
             blocks: names of derived axes. "tp/2" is the block of two neighboring tp ranks that
@@ -422,13 +422,17 @@ class Topology:
             links: channels (source, target, gradients), as in `link`. Channels of activations
                 to the next pipeline rank, and of gradients back, always exist.
         """
+        names = sorted(set(blocks) - set(self._axes))
+        tied, channels = sorted(set(ties) - set(self._ties)), set(links) - self._linked
+        if not (names or tied or channels):
+            return
         self._align_group_counts()
-        for name in sorted(set(blocks) - set(self._axes)):
+        for name in names:
             label = EXPERTS if EXPERTS in name.split("@") else parse(name)[0][0]
             self._axes[name] = self._make_axis(label, self.grid.ranks(self.rank, name))
-        for stages in sorted(set(ties) - set(self._ties)):
+        for stages in tied:
             self._ties[stages] = self._make_axis("pp", self.grid.stage_ranks(self.rank, stages))
-        self._link(links)
+        self._link(channels)
 
     def axis(self, name: str) -> Axis:
         """Returns an axis by its name.
