@@ -77,6 +77,17 @@ def test_a_view_of_another_type_of_operation_keeps_the_storage() -> None:
         assert out.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
+def test_results_have_the_default_dtype() -> None:
+    x = meta(2, dtype=torch.int64)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            assert meta_results.run(ATEN.div.Tensor, (x, x), {}).dtype == dtype
+        finally:
+            torch.set_default_dtype(before)
+
+
 def test_real_tensors_are_computed_each_time() -> None:
     for number in range(3):
         x = torch.full((2,), float(number))

@@ -87,7 +87,8 @@ def key_of(
     """
     try:
         named = [(name, _key(value, takes)) for name, value in kwargs.items()]
-        return (func, *named, *[_key(value, takes) for value in args])
+        # the default dtype is that of, for example, a quotient of integers
+        return (func, torch.get_default_dtype(), *named, *[_key(value, takes) for value in args])
     except TypeError:
         return None
 
