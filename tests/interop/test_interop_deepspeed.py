@@ -343,7 +343,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a rank is missing": (
         edit_remove(f"global_step3/{STATES.format(1)}"),
-        "states of 1 data ranks, but was saved by",
+        "states of 1 data rank, but was saved by 2: copy the files of all machines",
     ),
     "the first is missing": (
         edit_remove(f"global_step3/{STATES.format(0)}"),

@@ -184,10 +184,14 @@ class DeepSpeedCheckpoint(HFTensors):
                 "has no optimizer files: copy the files of all machines into one folder"
             )
         for found in ranks:
-            count = found.get("partition_count", len(ranks))
-            if any(n != len(ranks) for n in (count if isinstance(count, list) else [count])):
+            # one number, or one per parameter group
+            given = found.get("partition_count", len(ranks))
+            counts = sorted(set(given if isinstance(given, list) else [given]))
+            if counts not in ([], [len(ranks)]):
                 what = f"optimizer states of {counted(len(ranks), 'data rank')}"
-                raise self._error(f"has {what}, but was saved by {count}")
+                saved_by = " and ".join(map(str, counts))
+                fix = "copy the files of all machines into one folder"
+                raise self._error(f"has {what}, but was saved by {saved_by}: {fix}")
         if stage == 3 and model_files != len(ranks):
             raise self._error(
                 f"has model files of {counted(model_files, 'rank')}, but optimizer files of {len(ranks)}"
