@@ -315,6 +315,7 @@ def test_more_micro_batches_than_were_planned_replace_the_arena_once() -> None:
             {},
             "each block from its input, sliced over tp (by sequence",
         ),
+        (Case(tp=2, recompute="sliced"), {}, "each block from its input, sliced over tp, in an"),
         (
             Case(recompute="cpu"),
             {},

@@ -487,7 +487,7 @@ def _ways_text(config: Config, ways: int) -> str:
 
 def _recompute_text(config: Config) -> str:
     """Returns a text with the recomputed layers or operations, and the place of saved inputs."""
-    r, sliced = config.recompute, config.parallel.sequence and config.parallel.tp > 1
+    r, sliced = config.recompute, config.parallel.sequence
     layers = "each block" if r.every == 1 else f"one block in {r.every}"
     if r.mode == "selective":
         return f"{', '.join(r.ops)} of {layers}"
