@@ -95,6 +95,13 @@ def test_the_peak_of_the_busiest_rank_is_forecast(world: int, cases: list[dict[s
         assert forecast.with_imbalance(1.0).peak == max(r.bytes["peak"] for r in forecast.ranks)
 
 
+def test_the_peak_is_that_of_the_stage_with_the_largest() -> None:
+    groups = {"model": MODEL, "parallel": {"pp": 2, "ep": 2}, "train": {"global_batch": 16}}
+    made = Forecast.of(config_of(4, **groups), 4)
+    peaks = [rank.bytes["peak"] for rank in made.ranks]
+    assert made.with_imbalance(1.0).peak == max(peaks) > min(peaks)  # type: ignore[union-attr]
+
+
 def test_the_peak_with_a_room_is_forecast() -> None:
     """It does not depend on the load, and is larger than without a room."""
     groups = {"model": MODEL, "parallel": {"ep": 2}, "train": {"global_batch": 8}}
