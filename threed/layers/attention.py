@@ -129,7 +129,8 @@ class Attention(nn.Module):
         k, d, t = kv_heads or heads, head_dim or hidden // heads, slicing.tp.size
         if heads % t or (k % t and t % k) or heads % k:
             raise ValueError(
-                f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}"
+                f"{name}: {heads} heads and {k} key/value heads cannot be divided among {t} tensor ranks: use"
+                " another --parallel.tp"
             )
         if rotary is not None and rotated_size(rotary, d) % 2:
             raise ValueError(
