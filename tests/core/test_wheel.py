@@ -167,7 +167,8 @@ def test_an_installed_package_plans_and_trains_by_preset(
     done = run([*launcher, *words.split()], folder, THREED_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step     2/2 |" in done.stdout
-    again = f"resume     torchrun --standalone --nproc-per-node {ranks} {words}"
+    further = words.replace(" --train.steps 2", "") + " --train.steps 4"
+    again = f"resume     torchrun --standalone --nproc-per-node {ranks} {further}"
     assert again in done.stdout.splitlines()
     assert (folder / "runs" / "tiny" / "checkpoints" / "step-2" / "manifest.json").is_file()
 
