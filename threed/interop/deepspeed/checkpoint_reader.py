@@ -186,12 +186,11 @@ class DeepSpeedCheckpoint(HFTensors):
         for found in ranks:
             # one number, or one per parameter group
             given = found.get("partition_count", len(ranks))
-            counts = sorted(set(given if isinstance(given, list) else [given]))
-            if counts not in ([], [len(ranks)]):
+            counts = given if isinstance(given, list) else [given]
+            if others := [count for count in counts if count != len(ranks)]:
                 what = f"optimizer states of {counted(len(ranks), 'data rank')}"
-                saved_by = " and ".join(map(str, counts))
                 fix = "copy the files of all machines into one folder"
-                raise self._error(f"has {what}, but was saved by {saved_by}: {fix}")
+                raise self._error(f"has {what}, but was saved by {others[0]}: {fix}")
         if stage == 3 and model_files != len(ranks):
             raise self._error(
                 f"has model files of {counted(model_files, 'rank')}, but optimizer files of {len(ranks)}"
